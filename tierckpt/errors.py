@@ -1,0 +1,51 @@
+"""Every error that tierckpt raises on purpose. All derive from ``TierckptError``."""
+
+from __future__ import annotations
+
+
+class TierckptError(Exception):
+    """Base of all errors of this package."""
+
+
+class IntegrityError(TierckptError):
+    """Bytes are not what they should be. The message names file, chunk, what was expected and what was found."""
+
+
+class UntrustedError(TierckptError):
+    """A signature, a key or the head of a chain is not one that is trusted."""
+
+
+class IncompleteError(TierckptError):
+    """There is nothing complete to restore. The message says what is missing."""
+
+
+class LayoutError(TierckptError):
+    """Keys, shapes, dtypes or pieces do not fit. The message lists every one."""
+
+
+class StateError(TierckptError):
+    """A value cannot be encoded, or a template cannot take a value. The message names its path."""
+
+
+class StoreError(TierckptError):
+    """Storage refused an operation. The message names the path and the cause."""
+
+
+class ArenaFullError(TierckptError):
+    """No slot is free. The message says what is needed, what is held and the budget."""
+
+
+class FencedError(TierckptError):
+    """A newer generation of the run exists; this process can commit nothing any more."""
+
+
+class TornSnapshotError(TierckptError):
+    """State changed while it was being copied; the snapshot was discarded."""
+
+
+class SkippedError(TierckptError):
+    """The step will never reach this tier: it was skipped or overtaken."""
+
+
+class StepExistsError(TierckptError):
+    """This generation has already saved this step."""
