@@ -1,0 +1,85 @@
+#include "buffer.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "parallel.h"
+
+namespace tierckpt {
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older headers lack it
+constexpr size_t kHuge = size_t{2} << 20;
+constexpr size_t kBlock = size_t{64} << 20;
+constexpr unsigned kMaxThreads = 8;
+
+size_t page() {
+  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+// Returns 0 or an errno. [begin, end) are whole pages.
+int populate_block(char* begin, char* end) {
+  while (madvise(begin, static_cast<size_t>(end - begin), kPopulateWrite) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    // An older kernel. The pages may be in use already: touch them without changing them, atomically.
+    for (char* p = begin; p < end; p += page()) __atomic_fetch_or(p, 0, __ATOMIC_RELAXED);
+    return 0;
+  }
+  return 0;
+}
+
+}  // namespace
+
+void populate(void* address, size_t nbytes) {
+  if (nbytes == 0) return;
+  char* begin = static_cast<char*>(address);
+  char* end = begin + nbytes;
+  begin -= reinterpret_cast<uintptr_t>(begin) % page();
+  const size_t total = (static_cast<size_t>(end - begin) + page() - 1) / page() * page();
+  const size_t count = (total + kBlock - 1) / kBlock;
+  const size_t threads = std::min<size_t>(
+      {count, std::max(1u, std::thread::hardware_concurrency()), size_t{kMaxThreads}});
+  std::atomic<size_t> taken{0};
+  std::atomic<int> error{0};
+  on_threads(static_cast<int>(threads), [&] {
+    for (size_t k; error == 0 && (k = taken.fetch_add(1)) < count;) {
+      const int code = populate_block(begin + k * kBlock, begin + std::min(total, (k + 1) * kBlock));
+      if (code != 0) error = code;
+    }
+  });
+  if (error == ENOMEM) throw std::bad_alloc();
+  if (error != 0) throw std::system_error(error, std::generic_category(), "populate");
+}
+
+Buffer::Buffer(size_t nbytes) : nbytes_(nbytes) {
+  if (nbytes > std::numeric_limits<size_t>::max() / 2) throw std::bad_alloc();
+  mapped_ = std::max<size_t>(1, (nbytes + page() - 1) / page()) * page();
+  // Older kernels do not align large mappings to huge pages by themselves: map more and give back the ends.
+  const size_t slack = mapped_ >= kHuge ? kHuge : 0;
+  void* raw = mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED) throw std::bad_alloc();
+  char* begin = static_cast<char*>(raw);
+  if (slack != 0) {
+    const size_t head = -reinterpret_cast<uintptr_t>(raw) % kHuge;
+    if (head != 0) munmap(begin, head);
+    begin += head;
+    if (slack != head) munmap(begin + mapped_, slack - head);
+  }
+  address_ = begin;
+  madvise(address_, mapped_, MADV_HUGEPAGE);
+}
+
+Buffer::~Buffer() { munmap(address_, mapped_); }
+
+}  // namespace tierckpt

@@ -1,0 +1,146 @@
+#include "copy.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "box.h"
+#include "parallel.h"
+#include "stream.h"
+
+namespace tierckpt {
+namespace {
+
+constexpr int64_t kStreamRange = int64_t{16} << 20;  // smaller ranges are hashed straight afterwards
+constexpr int64_t kPerThread = int64_t{1} << 20;     // less does not pay for a thread
+constexpr int64_t kBlockMin = int64_t{256} << 10, kBlockMax = int64_t{64} << 20;
+constexpr int64_t kPage = 4096;
+constexpr size_t kAhead = 8;  // boxes
+
+char* address(const char* pointers, uint32_t index) {
+  uint64_t value;
+  std::memcpy(&value, pointers + size_t{8} * index, 8);
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(value));
+}
+
+// The part [lo, hi) of the shard, which lies in memory at `shard`.
+template <bool kGather>
+struct Window {
+  int64_t lo, hi;
+  char* shard;
+  bool stream;
+
+  void run(int64_t off, char* tensor, size_t n) const {
+    char* here = shard + (off - lo);
+    if (kGather)
+      copy_run(here, tensor, n, stream);
+    else
+      copy_run(tensor, here, n, stream);
+  }
+
+  // n indices of the loop d[0], with all that is inside them.
+  void whole(const Dim* d, size_t depth, int64_t n, int64_t run, int64_t off, char* tensor) const {
+    Loop loops[64];
+    for (size_t k = 0; k < depth; ++k)
+      loops[k] = kGather ? Loop{d[k].n, d[k].shard, d[k].tensor} : Loop{d[k].n, d[k].tensor, d[k].shard};
+    loops[0].n = n;
+    char* here = shard + (off - lo);
+    if (kGather)
+      copy_box(loops, depth, static_cast<size_t>(run), here, tensor, stream);
+    else
+      copy_box(loops, depth, static_cast<size_t>(run), tensor, here, stream);
+  }
+
+  // What of a box lies in the window: at most the first and the last index of a loop are cut, the rest is whole.
+  void clip(const Dim* d, size_t depth, int64_t run_bytes, int64_t off, char* tensor) const {
+    if (depth == 0) {
+      const int64_t a = std::max(off, lo), b = std::min(off + run_bytes, hi);
+      if (a < b) run(a, tensor + (a - off), static_cast<size_t>(b - a));
+      return;
+    }
+    if (off >= hi) return;
+    int64_t first = off + d->extent > lo ? 0 : (lo - off - d->extent) / d->shard + 1;
+    int64_t last = std::min(d->n, (hi - off - 1) / d->shard + 1);  // exclusive
+    auto inside = [&](int64_t i) {
+      clip(d + 1, depth - 1, run_bytes, off + i * d->shard, tensor + i * d->tensor);
+    };
+    if (first >= last) return;
+    if (off + first * d->shard < lo) inside(first++);
+    if (first >= last) return;
+    const bool cut = off + (last - 1) * d->shard + d->extent > hi;
+    if (cut) --last;
+    if (first < last)
+      whole(d, depth, last - first, run_bytes, off + first * d->shard, tensor + first * d->tensor);
+    if (cut) inside(last);
+  }
+};
+
+template <bool kGather>
+void copy_window(const Table& table, const char* pointers, const Window<kGather>& window) {
+  const std::vector<Box>& boxes = table.boxes();
+  size_t i = table.next(0, window.lo, window.hi);
+  while (i < boxes.size()) {
+    const Box& box = boxes[i];
+    const size_t next = table.next(i + 1, window.lo, window.hi);
+    // Many small tensors are bound by the latency of their first lines, which no hardware prefetcher can guess.
+    if (i + kAhead < boxes.size()) __builtin_prefetch(address(pointers, boxes[i + kAhead].index), !kGather);
+    if (next < boxes.size() && boxes[next].run >= 1024) {
+      const char* p = address(pointers, boxes[next].index);
+      for (int k = 0; k < 1024; k += 64) __builtin_prefetch(p + k, !kGather);
+    }
+    window.clip(table.dims(box), box.ndim, box.run, box.start, address(pointers, box.index));
+    i = next;
+  }
+}
+
+void check_pointers(const Table& table, const char* pointers, int64_t lo, int64_t hi) {
+  const std::vector<Box>& boxes = table.boxes();
+  for (size_t i = table.next(0, lo, hi); i < boxes.size(); i = table.next(i + 1, lo, hi))
+    if (address(pointers, boxes[i].index) == nullptr)
+      throw std::invalid_argument("entry " + std::to_string(boxes[i].index) + ": null pointer");
+}
+
+template <bool kGather>
+void copy(const Table& table, const char* pointers, int64_t lo, int64_t hi, char* shard, int threads,
+          std::optional<bool> stream) {
+  check_pointers(table, pointers, lo, hi);
+  const bool streamed = stream.value_or(hi - lo >= kStreamRange);
+  threads = static_cast<int>(std::clamp<int64_t>((hi - lo) / kPerThread, 1, threads));
+  if (threads == 1) {
+    copy_window<kGather>(table, pointers, {lo, hi, shard, streamed});
+    if (streamed) stream_fence();
+    return;
+  }
+  // Threads take blocks of the range, whatever the boxes are, from a common counter: boxes may be few, and need not
+  // cover the range evenly. Blocks meet on page boundaries of the shard's memory, so no two threads share a line.
+  int64_t block = std::clamp((hi - lo) / (threads * int64_t{8}), kBlockMin, kBlockMax);
+  block = block / kPage * kPage;
+  const int64_t shift = static_cast<int64_t>(reinterpret_cast<uintptr_t>(shard) % kPage);
+  const int64_t count = (hi - lo + shift + block - 1) / block;
+  std::atomic<int64_t> taken{0};
+  on_threads(threads, [&] {
+    for (int64_t k; (k = taken.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      const int64_t a = std::max(lo, lo - shift + k * block);
+      const int64_t b = std::min(hi, lo - shift + (k + 1) * block);
+      copy_window<kGather>(table, pointers, {a, b, shard + (a - lo), streamed});
+    }
+    if (streamed) stream_fence();
+  });
+}
+
+}  // namespace
+
+void gather(const Table& table, const char* pointers, int64_t lo, int64_t hi, char* dst, int threads,
+            std::optional<bool> stream) {
+  copy<true>(table, pointers, lo, hi, dst, threads, stream);
+}
+
+void scatter(const Table& table, const char* pointers, int64_t lo, int64_t hi, const char* src, int threads,
+             std::optional<bool> stream) {
+  // Window holds one pointer type for both directions; scatter only reads through it.
+  copy<false>(table, pointers, lo, hi, const_cast<char*>(src), threads, stream);
+}
+
+}  // namespace tierckpt

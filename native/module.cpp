@@ -1,0 +1,209 @@
+// The Python face of the native code: arguments are checked here, and the GIL is released around all that takes long.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "buffer.h"
+#include "copy.h"
+#include "io.h"
+#include "stream.h"
+#include "table.h"
+
+namespace py = pybind11;
+
+namespace tierckpt {
+namespace {
+
+// The contiguous bytes of a Python object, held for the life of this one, so that nobody can resize or free them
+// while the GIL is released.
+class View {
+ public:
+  View(const py::object& object, int flags) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
+  }
+  ~View() { PyBuffer_Release(&view_); }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  char* data() const { return static_cast<char*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+  const Py_buffer& raw() const { return view_; }
+
+ private:
+  Py_buffer view_;
+};
+
+// 64-bit integers, as such or as bare bytes.
+class Words : public View {
+ public:
+  Words(const py::object& object, const char* name) : View(object, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) {
+    const char* format = raw().format ? raw().format : "B";
+    if (*format == '@' || *format == '=' || *format == '<') ++format;
+    const bool words = raw().itemsize == 8 && std::strchr("qQlL", *format) != nullptr;
+    const bool bytes = raw().itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
+    if (*format == '\0' || !(words || bytes) || size() % 8 != 0)
+      throw py::value_error(std::string(name) + " must hold 64-bit integers");
+  }
+  size_t count() const { return size() / 8; }
+};
+
+std::vector<int64_t> column(const py::object& object, const char* name) {
+  const Words words(object, name);
+  std::vector<int64_t> values(words.count());
+  if (!values.empty()) std::memcpy(values.data(), words.data(), words.size());
+  return values;
+}
+
+[[noreturn]] void raise_os_error(int code, PyObject* name = nullptr) {
+  errno = code;
+  if (name != nullptr)
+    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, name);
+  else
+    PyErr_SetFromErrno(PyExc_OSError);
+  throw py::error_already_set();
+}
+
+// Runs work without the GIL; a failed system call becomes an OSError.
+template <class Work>
+auto without_gil(const Work& work, PyObject* name = nullptr) {
+  try {
+    py::gil_scoped_release release;
+    return work();
+  } catch (const std::system_error& error) {
+    raise_os_error(error.code().value(), name);
+  }
+}
+
+void check_copy(const Table& table, const Words& pointers, int64_t lo, int64_t hi, const View& memory,
+                int threads) {
+  if (pointers.count() != table.size())
+    throw py::value_error("the table has " + std::to_string(table.size()) + " entries, not " +
+                          std::to_string(pointers.count()));
+  if (lo < 0 || hi < lo) throw py::value_error("not a range: " + std::to_string(lo) + ", " + std::to_string(hi));
+  if (memory.size() != static_cast<size_t>(hi - lo))
+    throw py::value_error("the range has " + std::to_string(hi - lo) + " bytes, the buffer " +
+                          std::to_string(memory.size()));
+  if (threads <= 0) throw py::value_error("threads must be positive");
+}
+
+void py_gather(const Table& table, const py::object& pointers, int64_t lo, int64_t hi, const py::object& dst,
+               int threads, std::optional<bool> stream) {
+  const Words words(pointers, "pointers");
+  const View memory(dst, PyBUF_WRITABLE);
+  check_copy(table, words, lo, hi, memory, threads);
+  without_gil([&] { gather(table, words.data(), lo, hi, memory.data(), threads, stream); });
+}
+
+void py_scatter(const Table& table, const py::object& pointers, int64_t lo, int64_t hi, const py::object& src,
+                int threads, std::optional<bool> stream) {
+  const Words words(pointers, "pointers");
+  const View memory(src, PyBUF_SIMPLE);
+  check_copy(table, words, lo, hi, memory, threads);
+  without_gil([&] { scatter(table, words.data(), lo, hi, memory.data(), threads, stream); });
+}
+
+std::unique_ptr<Buffer> make_buffer(py::ssize_t nbytes, bool populated) {
+  if (nbytes < 0) throw py::value_error("nbytes must not be negative");
+  try {
+    auto buffer = std::make_unique<Buffer>(static_cast<size_t>(nbytes));
+    if (populated) without_gil([&] { populate(buffer->address(), buffer->nbytes()); });
+    return buffer;
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, ("cannot map " + std::to_string(nbytes) + " bytes").c_str());
+    throw py::error_already_set();
+  }
+}
+
+void py_populate(const py::object& object) {
+  const View memory(object, PyBUF_WRITABLE);
+  without_gil([&] { populate(memory.data(), memory.size()); });
+}
+
+std::pair<int, bool> py_open_direct(int dir_fd, const py::object& name, int flags, unsigned mode) {
+  PyObject* encoded = nullptr;
+  if (!PyUnicode_FSConverter(name.ptr(), &encoded)) throw py::error_already_set();
+  const py::object path = py::reinterpret_steal<py::object>(encoded);
+  const char* text = PyBytes_AS_STRING(path.ptr());
+  return without_gil([&] { return open_direct(dir_fd, text, flags, mode); }, name.ptr());
+}
+
+void py_write_at(int fd, const py::object& object, int64_t offset) {
+  const View memory(object, PyBUF_SIMPLE);
+  without_gil([&] { write_at(fd, memory.data(), memory.size(), offset); });
+}
+
+size_t py_read_at(int fd, const py::object& object, int64_t offset) {
+  const View memory(object, PyBUF_WRITABLE);
+  return without_gil([&] { return read_at(fd, memory.data(), memory.size(), offset); });
+}
+
+std::optional<double> py_cached(int fd, int64_t offset, int64_t length) {
+  if (offset < 0 || length < 0) throw py::value_error("offset and length must not be negative");
+  return without_gil([&] { return cached(fd, offset, length); });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  using namespace py::literals;
+  m.doc() = "Copies of tensors, direct file I/O and page-aligned memory, without the GIL.";
+
+  py::class_<Buffer>(m, "Buffer", py::buffer_protocol(),
+                     "Page-aligned anonymous memory, on huge pages where the system has them; freed when it and all "
+                     "views of it are gone.")
+      .def(py::init(&make_buffer), "nbytes"_a, py::kw_only(), "populate"_a = false,
+           "Map `nbytes` of zeros; with `populate` all pages are made present at once, in parallel.")
+      .def_property_readonly("address",
+                             [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.address()); },
+                             "Address of the first byte; never 0.")
+      .def_property_readonly("nbytes", &Buffer::nbytes, "Size in bytes.")
+      .def("__len__", &Buffer::nbytes)
+      .def_buffer([](Buffer& b) {
+        return py::buffer_info(static_cast<uint8_t*>(b.address()), static_cast<py::ssize_t>(b.nbytes()));
+      });
+
+  py::class_<Table>(m, "CopyTable",
+                    "Geometry of many strided boxes between one linear byte range, the shard, and tensors in "
+                    "memory. Immutable; any number of threads may use it at once.")
+      .def(py::init([](const py::object& offsets, const py::object& itemsizes, const py::object& ndims,
+                       const py::object& shapes, const py::object& shard_strides,
+                       const py::object& tensor_strides) {
+             const Columns columns{column(offsets, "offsets"),       column(itemsizes, "itemsizes"),
+                                   column(ndims, "ndims"),           column(shapes, "shapes"),
+                                   column(shard_strides, "shard_strides"),
+                                   column(tensor_strides, "tensor_strides")};
+             py::gil_scoped_release release;
+             return std::make_unique<Table>(columns);
+           }),
+           "offsets"_a, "itemsizes"_a, "ndims"_a, "shapes"_a, "shard_strides"_a, "tensor_strides"_a,
+           "Columns of 64-bit integers, one element per box (offsets in the shard, itemsizes, ndims) or per "
+           "dimension of each box (shapes in elements, strides in bytes).")
+      .def("__len__", &Table::size)
+      .def_property_readonly("nbytes", &Table::nbytes, "Bytes that all boxes hold together.")
+      .def_property_readonly("span", &Table::span, "First and last (exclusive) byte of the shard in any box.")
+      .def("covered", &Table::covered, "lo"_a, "hi"_a, py::call_guard<py::gil_scoped_release>(),
+           "Bytes of the boxes that lie in [lo, hi); where boxes overlap they count once for each.")
+      .def("gather", &py_gather, "pointers"_a, "lo"_a, "hi"_a, "dst"_a, "threads"_a = 1, py::kw_only(),
+           "stream"_a = py::none(),
+           "Copy what lies in the range [lo, hi) of the shard from the tensors into `dst`.")
+      .def("scatter", &py_scatter, "pointers"_a, "lo"_a, "hi"_a, "src"_a, "threads"_a = 1, py::kw_only(),
+           "stream"_a = py::none(), "Copy the range [lo, hi) of the shard from `src` to the tensors.");
+
+  m.def("populate", &py_populate, "buffer"_a,
+        "Make all pages of a writable buffer present, in parallel, without changing them.");
+  m.def("open_direct", &py_open_direct, "dir_fd"_a, "name"_a, "flags"_a, "mode"_a = 0666,
+        "Open a file past the page cache where its file system allows it: (descriptor, whether it does).");
+  m.def("write_at", &py_write_at, "fd"_a, "buffer"_a, "offset"_a, "Write the whole buffer at `offset`.");
+  m.def("read_at", &py_read_at, "fd"_a, "buffer"_a, "offset"_a,
+        "Read at `offset` until the buffer is full or the file ends; return the bytes read.");
+  m.def("cached", &py_cached, "fd"_a, "offset"_a, "length"_a,
+        "Fraction of a range of a file that is in the page cache; None where the system cannot tell.");
+  m.def("stream_kernel", &stream_kernel, "The instruction set of the non-temporal copies on this machine.");
+}
+
+}  // namespace tierckpt
