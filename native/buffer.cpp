@@ -48,8 +48,8 @@ void populate(void* address, size_t nbytes) {
   begin -= reinterpret_cast<uintptr_t>(begin) % page();
   const size_t total = (static_cast<size_t>(end - begin) + page() - 1) / page() * page();
   const size_t count = (total + kBlock - 1) / kBlock;
-  const size_t threads = std::min<size_t>(
-      {count, std::max(1u, std::thread::hardware_concurrency()), size_t{kMaxThreads}});
+  const size_t threads =
+      std::min<size_t>({count, std::max(1u, std::thread::hardware_concurrency()), size_t{kMaxThreads}});
   std::atomic<size_t> taken{0};
   std::atomic<int> error{0};
   on_threads(static_cast<int>(threads), [&] {

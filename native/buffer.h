@@ -5,8 +5,8 @@
 
 namespace tierckpt {
 
-// Makes all pages that hold [address, address + nbytes) present and writable, in parallel, without changing them.
-// Throws std::bad_alloc or std::system_error.
+// Makes all pages that hold [address, address + nbytes) present and writable, in parallel, without changing
+// them. Throws std::bad_alloc or std::system_error.
 void populate(void* address, size_t nbytes);
 
 class Buffer {

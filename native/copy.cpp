@@ -13,11 +13,16 @@
 namespace tierckpt {
 namespace {
 
-constexpr int64_t kStreamRange = int64_t{16} << 20;  // smaller ranges are hashed straight afterwards
-constexpr int64_t kPerThread = int64_t{1} << 20;     // less does not pay for a thread
+// Ranges of the shard below the first are hashed straight after they were gathered, so they stay in the
+// caches; tensors are not looked at after a scatter, and only what is small enough to do no harm may stay.
+constexpr int64_t kStreamGather = int64_t{16} << 20, kStreamScatter = int64_t{1} << 20;
+
+constexpr int64_t kPerThread = int64_t{1} << 20;  // less does not pay for a thread
 constexpr int64_t kBlockMin = int64_t{256} << 10, kBlockMax = int64_t{64} << 20;
 constexpr int64_t kPage = 4096;
-constexpr size_t kAhead = 8;  // boxes
+// How far ahead the first lines of boxes are asked for: tiny ones are bound by the latency of memory alone.
+constexpr size_t kFar = 32, kNear = 4;  // boxes
+constexpr int64_t kHead = 1024;         // bytes
 
 char* address(const char* pointers, uint32_t index) {
   uint64_t value;
@@ -31,13 +36,14 @@ struct Window {
   int64_t lo, hi;
   char* shard;
   bool stream;
+  const char* next = nullptr;  // the tensor after the present one
 
   void run(int64_t off, char* tensor, size_t n) const {
     char* here = shard + (off - lo);
     if (kGather)
-      copy_run(here, tensor, n, stream);
+      copy_run(here, tensor, n, stream, next);
     else
-      copy_run(tensor, here, n, stream);
+      copy_run(tensor, here, n, stream, here + n);
   }
 
   // n indices of the loop d[0], with all that is inside them.
@@ -53,7 +59,8 @@ struct Window {
       copy_box(loops, depth, static_cast<size_t>(run), tensor, here, stream);
   }
 
-  // What of a box lies in the window: at most the first and the last index of a loop are cut, the rest is whole.
+  // What of a box lies in the window: at most the first and the last index of a loop are cut, the rest is
+  // whole.
   void clip(const Dim* d, size_t depth, int64_t run_bytes, int64_t off, char* tensor) const {
     if (depth == 0) {
       const int64_t a = std::max(off, lo), b = std::min(off + run_bytes, hi);
@@ -77,19 +84,27 @@ struct Window {
   }
 };
 
+template <bool kWrite>
+void prefetch(const char* memory, int64_t run) {
+  for (int64_t k = 0; k < std::min(run, kHead); k += 64) __builtin_prefetch(memory + k, kWrite);
+}
+
+// Many small tensors: no hardware prefetcher can guess where the next one lies.
 template <bool kGather>
-void copy_window(const Table& table, const char* pointers, const Window<kGather>& window) {
+void copy_window(const Table& table, const char* pointers, Window<kGather> window) {
   const std::vector<Box>& boxes = table.boxes();
   size_t i = table.next(0, window.lo, window.hi);
   while (i < boxes.size()) {
     const Box& box = boxes[i];
     const size_t next = table.next(i + 1, window.lo, window.hi);
-    // Many small tensors are bound by the latency of their first lines, which no hardware prefetcher can guess.
-    if (i + kAhead < boxes.size()) __builtin_prefetch(address(pointers, boxes[i + kAhead].index), !kGather);
-    if (next < boxes.size() && boxes[next].run >= 1024) {
-      const char* p = address(pointers, boxes[next].index);
-      for (int k = 0; k < 1024; k += 64) __builtin_prefetch(p + k, !kGather);
+    if (i + kFar < boxes.size()) __builtin_prefetch(address(pointers, boxes[i + kFar].index), !kGather);
+    // Runs that bypass the caches ask for the next by themselves, and want no lines of their destination in
+    // them.
+    if (!window.stream || box.run < static_cast<int64_t>(kStreamRun)) {
+      const size_t near = box.run < kHead ? i + kNear : next;
+      if (near < boxes.size()) prefetch<!kGather>(address(pointers, boxes[near].index), boxes[near].run);
     }
+    window.next = address(pointers, boxes[next < boxes.size() ? next : i].index);
     window.clip(table.dims(box), box.ndim, box.run, box.start, address(pointers, box.index));
     i = next;
   }
@@ -106,15 +121,16 @@ template <bool kGather>
 void copy(const Table& table, const char* pointers, int64_t lo, int64_t hi, char* shard, int threads,
           std::optional<bool> stream) {
   check_pointers(table, pointers, lo, hi);
-  const bool streamed = stream.value_or(hi - lo >= kStreamRange);
+  const bool streamed = stream.value_or(hi - lo >= (kGather ? kStreamGather : kStreamScatter));
   threads = static_cast<int>(std::clamp<int64_t>((hi - lo) / kPerThread, 1, threads));
   if (threads == 1) {
     copy_window<kGather>(table, pointers, {lo, hi, shard, streamed});
     if (streamed) stream_fence();
     return;
   }
-  // Threads take blocks of the range, whatever the boxes are, from a common counter: boxes may be few, and need not
-  // cover the range evenly. Blocks meet on page boundaries of the shard's memory, so no two threads share a line.
+  // Threads take blocks of the range, whatever the boxes are, from a common counter: boxes may be few, and
+  // need not cover the range evenly. Blocks meet on page boundaries of the shard's memory, so no two threads
+  // share a line.
   int64_t block = std::clamp((hi - lo) / (threads * int64_t{8}), kBlockMin, kBlockMax);
   block = block / kPage * kPage;
   const int64_t shift = static_cast<int64_t>(reinterpret_cast<uintptr_t>(shard) % kPage);

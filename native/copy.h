@@ -8,9 +8,9 @@
 
 namespace tierckpt {
 
-// pointers: table.size() native 64-bit addresses at any alignment. Throws std::invalid_argument, before it copies, if
-// the pointer of a box that touches [lo, hi) is null. stream: whether the destination bypasses the caches; by
-// default decided from the size.
+// pointers: table.size() native 64-bit addresses at any alignment. Throws std::invalid_argument, before it
+// copies, if the pointer of a box that touches [lo, hi) is null. stream: whether the destination bypasses the
+// caches; by default decided from the size.
 void gather(const Table& table, const char* pointers, int64_t lo, int64_t hi, char* dst, int threads,
             std::optional<bool> stream);
 void scatter(const Table& table, const char* pointers, int64_t lo, int64_t hi, const char* src, int threads,

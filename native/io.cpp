@@ -35,8 +35,8 @@ int64_t file_size(int fd) {
 }  // namespace
 
 std::pair<int, bool> open_direct(int dir_fd, const char* name, int flags, mode_t mode) {
-  // O_DIRECT is asked for afterwards: a kernel that refuses it in open() has then already created the file, and a
-  // second open() with O_EXCL could not tell our file from another's.
+  // O_DIRECT is asked for afterwards: a kernel that refuses it in open() has then already created the file,
+  // and a second open() with O_EXCL could not tell our file from another's.
   int fd;
   do {
     fd = openat(dir_fd, name, (flags & ~O_DIRECT) | O_CLOEXEC, mode);

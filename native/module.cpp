@@ -1,9 +1,11 @@
-// The Python face of the native code: arguments are checked here, and the GIL is released around all that takes long.
+// The Python face of the native code: arguments are checked here, and the GIL is released around all that
+// takes long.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -19,8 +21,8 @@ namespace py = pybind11;
 namespace tierckpt {
 namespace {
 
-// The contiguous bytes of a Python object, held for the life of this one, so that nobody can resize or free them
-// while the GIL is released.
+// The contiguous bytes of a Python object, held for the life of this one, so that nobody can resize or free
+// them while the GIL is released.
 class View {
  public:
   View(const py::object& object, int flags) {
@@ -84,7 +86,8 @@ void check_copy(const Table& table, const Words& pointers, int64_t lo, int64_t h
   if (pointers.count() != table.size())
     throw py::value_error("the table has " + std::to_string(table.size()) + " entries, not " +
                           std::to_string(pointers.count()));
-  if (lo < 0 || hi < lo) throw py::value_error("not a range: " + std::to_string(lo) + ", " + std::to_string(hi));
+  if (lo < 0 || hi < lo)
+    throw py::value_error("not a range: " + std::to_string(lo) + ", " + std::to_string(hi));
   if (memory.size() != static_cast<size_t>(hi - lo))
     throw py::value_error("the range has " + std::to_string(hi - lo) + " bytes, the buffer " +
                           std::to_string(memory.size()));
@@ -117,6 +120,18 @@ std::unique_ptr<Buffer> make_buffer(py::ssize_t nbytes, bool populated) {
     PyErr_SetString(PyExc_MemoryError, ("cannot map " + std::to_string(nbytes) + " bytes").c_str());
     throw py::error_already_set();
   }
+}
+
+void py_stream_copy(const py::object& dst, const py::object& src, const std::optional<std::string>& kernel) {
+  const View to(dst, PyBUF_WRITABLE), from(src, PyBUF_SIMPLE);
+  if (to.size() != from.size()) throw py::value_error("dst and src differ in size");
+  const bool known = without_gil([&] {
+    const bool found =
+        stream_copy_with(kernel.value_or(stream_kernels().front()), to.data(), from.data(), to.size());
+    stream_fence();
+    return found;
+  });
+  if (!known) throw py::value_error("no kernel " + *kernel);
 }
 
 void py_populate(const py::object& object) {
@@ -153,28 +168,31 @@ PYBIND11_MODULE(_native, m) {
   using namespace py::literals;
   m.doc() = "Copies of tensors, direct file I/O and page-aligned memory, without the GIL.";
 
-  py::class_<Buffer>(m, "Buffer", py::buffer_protocol(),
-                     "Page-aligned anonymous memory, on huge pages where the system has them; freed when it and all "
-                     "views of it are gone.")
+  py::class_<Buffer>(
+      m, "Buffer", py::buffer_protocol(),
+      "Page-aligned anonymous memory, on huge pages where the system has them; freed when it and all "
+      "views of it are gone.")
       .def(py::init(&make_buffer), "nbytes"_a, py::kw_only(), "populate"_a = false,
            "Map `nbytes` of zeros; with `populate` all pages are made present at once, in parallel.")
-      .def_property_readonly("address",
-                             [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.address()); },
-                             "Address of the first byte; never 0.")
+      .def_property_readonly(
+          "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.address()); },
+          "Address of the first byte; never 0.")
       .def_property_readonly("nbytes", &Buffer::nbytes, "Size in bytes.")
       .def("__len__", &Buffer::nbytes)
       .def_buffer([](Buffer& b) {
         return py::buffer_info(static_cast<uint8_t*>(b.address()), static_cast<py::ssize_t>(b.nbytes()));
       });
 
-  py::class_<Table>(m, "CopyTable",
+  py::class_<Table>(m, "CopyTable", py::is_final(),
                     "Geometry of many strided boxes between one linear byte range, the shard, and tensors in "
                     "memory. Immutable; any number of threads may use it at once.")
       .def(py::init([](const py::object& offsets, const py::object& itemsizes, const py::object& ndims,
                        const py::object& shapes, const py::object& shard_strides,
                        const py::object& tensor_strides) {
-             const Columns columns{column(offsets, "offsets"),       column(itemsizes, "itemsizes"),
-                                   column(ndims, "ndims"),           column(shapes, "shapes"),
+             const Columns columns{column(offsets, "offsets"),
+                                   column(itemsizes, "itemsizes"),
+                                   column(ndims, "ndims"),
+                                   column(shapes, "shapes"),
                                    column(shard_strides, "shard_strides"),
                                    column(tensor_strides, "tensor_strides")};
              py::gil_scoped_release release;
@@ -203,7 +221,10 @@ PYBIND11_MODULE(_native, m) {
         "Read at `offset` until the buffer is full or the file ends; return the bytes read.");
   m.def("cached", &py_cached, "fd"_a, "offset"_a, "length"_a,
         "Fraction of a range of a file that is in the page cache; None where the system cannot tell.");
-  m.def("stream_kernel", &stream_kernel, "The instruction set of the non-temporal copies on this machine.");
+  m.def("stream_kernels", &stream_kernels,
+        "The instruction sets of the non-temporal copies that this machine runs, best first.");
+  m.def("stream_copy", &py_stream_copy, "dst"_a, "src"_a, "kernel"_a = py::none(),
+        "Copy `src` to `dst`, of the same size, past the caches.");
 }
 
 }  // namespace tierckpt

@@ -1,14 +1,16 @@
 // Work split over short-lived threads.
 #pragma once
 
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 namespace tierckpt {
 
-// Runs work() on `threads` threads at once, the caller's among them, and returns when all are done. work() takes its
-// share from a common counter and must not throw; where the system refuses threads, fewer do the same work.
+// Runs work() on `threads` threads at once, the caller's among them, and returns when all are done. work()
+// takes its share from a common counter and must not throw; where the system refuses threads, fewer do the
+// same work.
 template <class Work>
 void on_threads(int threads, const Work& work) {
   std::vector<std::thread> helpers;

@@ -64,8 +64,8 @@ Table::Table(const Columns& c) : size_(c.offsets.size()) {
   index();
 }
 
-// Checks one entry and appends its box in normal form: no loop of one index, loops in shard order, loops merged that
-// continue each other on both sides, what is contiguous on both sides in the run.
+// Checks one entry and appends its box in normal form: no loop of one index, loops in shard order, loops
+// merged that continue each other on both sides, what is contiguous on both sides in the run.
 void Table::add(const Columns& c, size_t entry, size_t column) {
   const int64_t item = c.itemsizes[entry], ndim = c.ndims[entry];
   if (item < 1 || item > kMaxItem) bad(entry, "itemsize " + std::to_string(item) + " is not in 1..16");
@@ -109,8 +109,8 @@ void Table::add(const Columns& c, size_t entry, size_t column) {
   tierckpt::add(entry, tierckpt::add(entry, up, item), mul(entry, down, -1));
   tierckpt::add(entry, c.offsets[entry], extent);
   nbytes_ = tierckpt::add(entry, nbytes_, bytes);
-  boxes_.push_back({c.offsets[entry], run, static_cast<uint32_t>(entry), static_cast<uint32_t>(depth),
-                    dims_.size()});
+  boxes_.push_back(
+      {c.offsets[entry], run, static_cast<uint32_t>(entry), static_cast<uint32_t>(depth), dims_.size()});
   dims_.insert(dims_.end(), std::make_reverse_iterator(kept + depth), std::make_reverse_iterator(kept));
 }
 
@@ -132,8 +132,7 @@ void Table::index() {
     const std::vector<int64_t>& fine = ends_.back();
     std::vector<int64_t> coarse;
     for (size_t i = 0; i < fine.size(); i += kFan)
-      coarse.push_back(
-          *std::max_element(fine.begin() + i, fine.begin() + std::min(i + kFan, fine.size())));
+      coarse.push_back(*std::max_element(fine.begin() + i, fine.begin() + std::min(i + kFan, fine.size())));
     ends_.push_back(std::move(coarse));
   }
 }

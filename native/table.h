@@ -9,7 +9,8 @@
 
 namespace tierckpt {
 
-// One loop of a box. Loops are in descending order of their stride in the shard, so a box is walked in shard order.
+// One loop of a box. Loops are in descending order of their stride in the shard, so a box is walked in shard
+// order.
 struct Dim {
   int64_t n;
   int64_t shard;   // stride in bytes, positive
@@ -19,8 +20,8 @@ struct Dim {
 };
 
 struct Box {
-  int64_t start;  // in the shard
-  int64_t run;    // bytes contiguous on both sides
+  int64_t start;   // in the shard
+  int64_t run;     // bytes contiguous on both sides
   uint32_t index;  // position in the order that the caller gave
   uint32_t ndim;
   uint64_t first_dim;
@@ -46,7 +47,6 @@ class Table {
   // The non-empty boxes, by start and then by the caller's order.
   const std::vector<Box>& boxes() const { return boxes_; }
   const Dim* dims(const Box& box) const { return dims_.data() + box.first_dim; }
-  int64_t end(size_t i) const { return ends_[0][i]; }
 
   // The first position >= i of a box whose span touches [lo, hi), or boxes().size().
   size_t next(size_t i, int64_t lo, int64_t hi) const {
@@ -67,8 +67,9 @@ class Table {
   int64_t nbytes_ = 0, lo_ = 0, hi_ = 0;
   std::vector<Box> boxes_;
   std::vector<Dim> dims_;
-  // ends_[0] are the ends of the boxes, ends_[k + 1] the maxima over groups of kFan of ends_[k]: spans may interleave
-  // and overlap (loads read sub-boxes of pieces), so sorted starts alone do not tell where to begin.
+  // ends_[0] are the ends of the boxes, ends_[k + 1] the maxima over groups of kFan of ends_[k]: spans may
+  // interleave and overlap (loads read sub-boxes of pieces), so sorted starts alone do not tell where to
+  // begin.
   std::vector<std::vector<int64_t>> ends_;
 };
 

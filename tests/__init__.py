@@ -1,0 +1,1 @@
+"""The tests of tierckpt; folders mirror the package's."""

@@ -1,0 +1,87 @@
+"""Keeps every test away from the user's own keys, pins and settings, and from running for ever."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch or numpy: all tests together have two cores.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+for _name in [name for name in os.environ if name.startswith("TIERCKPT_")]:
+    del os.environ[_name]
+
+# A loaded machine is no failure; on CI hypothesis chooses its own profile, which repeats the same examples.
+settings.register_profile("tierckpt", deadline=None, print_blob=True)
+if "CI" not in os.environ:
+    settings.load_profile("tierckpt")
+
+DEFAULT_LIMIT = 60.0
+# How long after its limit a test that never comes back to Python takes the whole process with it.
+HARD_STOP = 20.0
+REAL_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # At this moment pytest captures nothing; later the stacks would go down with the process.
+    config.stash[REAL_STDERR] = os.dup(2)
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Own, empty folders for configuration and sockets; the test may set TIERCKPT_* itself."""
+    home = tmp_path_factory.mktemp("user")
+    for variable, folder in (
+        ("XDG_CONFIG_HOME", "config"),
+        ("XDG_RUNTIME_DIR", "runtime"),
+        ("XDG_STATE_HOME", "state"),
+        ("XDG_CACHE_HOME", "cache"),
+    ):
+        path: Path = home / folder
+        path.mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(path))
+    yield
+    for name in [name for name in os.environ if name.startswith("TIERCKPT_")]:
+        monkeypatch.delenv(name)
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("limit")
+    return float(marker.args[0]) if marker else DEFAULT_LIMIT
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """For fixtures and native code that hang: all stacks, then the end of the process."""
+    faulthandler.dump_traceback_later(
+        _limit(item) + HARD_STOP, exit=True, file=item.config.stash[REAL_STDERR]
+    )
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    limit = _limit(item)
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=2)
+        pytest.fail(f"the test ran longer than its limit of {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

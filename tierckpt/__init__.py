@@ -1,0 +1,116 @@
+"""tierckpt: tiered, verified, signed checkpoints for training large models.
+
+Nothing here imports torch until something that needs it is used, so that stores can be listed and verified without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .agent.handle import Handle, SaveInfo
+    from .checkpointer import Checkpointer
+    from .config import Disk, KeepEvery, KeepLast
+    from .errors import (
+        ArenaFullError,
+        FencedError,
+        IncompleteError,
+        IntegrityError,
+        LayoutError,
+        SkippedError,
+        StateError,
+        StepExistsError,
+        StoreError,
+        TierckptError,
+        TornSnapshotError,
+        UntrustedError,
+    )
+    from .functional import async_save, load, read, save
+    from .inspection import latest, prune, steps, verify
+    from .restore.load import LoadInfo
+    from .state.marks import PerRank, Pieces
+    from .state.rng import rng_state
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "agent.handle": ("Handle", "SaveInfo"),
+    "checkpointer": ("Checkpointer",),
+    "config": ("Disk", "KeepEvery", "KeepLast"),
+    "errors": (
+        "ArenaFullError",
+        "FencedError",
+        "IncompleteError",
+        "IntegrityError",
+        "LayoutError",
+        "SkippedError",
+        "StateError",
+        "StepExistsError",
+        "StoreError",
+        "TierckptError",
+        "TornSnapshotError",
+        "UntrustedError",
+    ),
+    "functional": ("async_save", "load", "read", "save"),
+    "inspection": ("latest", "prune", "steps", "verify"),
+    "restore.load": ("LoadInfo",),
+    "state.marks": ("PerRank", "Pieces"),
+    "state.rng": ("rng_state",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_NEED_TORCH = frozenset({"checkpointer", "functional", "restore.load", "state.marks", "state.rng"})
+
+__all__ = [
+    "ArenaFullError",
+    "Checkpointer",
+    "Disk",
+    "FencedError",
+    "Handle",
+    "IncompleteError",
+    "IntegrityError",
+    "KeepEvery",
+    "KeepLast",
+    "LayoutError",
+    "LoadInfo",
+    "PerRank",
+    "Pieces",
+    "SaveInfo",
+    "SkippedError",
+    "StateError",
+    "StepExistsError",
+    "StoreError",
+    "TierckptError",
+    "TornSnapshotError",
+    "UntrustedError",
+    "async_save",
+    "latest",
+    "load",
+    "prune",
+    "read",
+    "rng_state",
+    "save",
+    "steps",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f".{home}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "torch" or home not in _NEED_TORCH:
+            raise
+        raise ImportError(
+            f"tierckpt.{name} needs PyTorch, which is not installed: install torch 2.6 or newer (pip install 'tierckpt[torch]')"
+        ) from error
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,218 @@
+"""The coordinator: claims the generation, commits checkpoints, retires old ones. Rank 0's does so; others follow."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable
+
+from ..config import FREE_MARGIN, Retention
+from ..errors import IncompleteError, IntegrityError, StepExistsError, StoreError, TierckptError
+from ..format import paths
+from ..format.chain import Chain, CheckpointRef, Link
+from ..format.keys import SigningKey
+from ..format.manifest import Manifest
+from ..tiers import leftovers, trust
+from ..tiers.base import Place
+from ..tiers.store import Store, put
+
+
+class Coordinator:
+    """Args:
+    place: where this rank's shards go.
+    run: the run's name; None: that of the store, or a new one.
+    key: the signing key, or where it is.
+    believe: how far the chain of an existing store is believed.
+    retention: which checkpoints stay; None: all.
+    grace: seconds for which files of retired checkpoints stay.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        run: str | None = None,
+        key: str | os.PathLike[str] | SigningKey | None = None,
+        trusted: frozenset[str] | None = None,
+        expect_head: str | None = None,
+        retention: Retention | None = None,
+        grace: float,
+    ) -> None:
+        self.place, self.generation = place, 0
+        self.run = run or ""
+        self._given_key, self._trusted, self._expect_head = key, trusted, expect_head
+        self._retention, self._grace = retention, grace
+        self._store: Store | None = None
+        self._key: SigningKey | None = None
+
+    @property
+    def store(self) -> Store:
+        """The store with its chain, on rank 0 once :meth:`begin` has been called."""
+        assert self._store is not None
+        return self._store
+
+    def begin(self, choose: Callable[[Chain], CheckpointRef | None]) -> bytes:
+        """Claim the next generation, continuing from what ``choose`` picks of the chain. Rank 0 only.
+
+        Returns:
+            What the other ranks need for :meth:`follow`.
+
+        Raises:
+            StoreError: the place holds another run.
+            UntrustedError: its chain is not to be believed.
+        """
+        store = Store.create(self.place, self.run or _new_run())
+        store.must_hold(self.run)
+        self._store = store
+        key = self._key = trust.signing_key(store.run, self._given_key)
+        if store.chain.head is not None:
+            self.believe(store)
+            if store.endorse(key):
+                warnings.warn(
+                    f"{store.url} was signed by another key than the one held here; signing goes on with {key.public}, which "
+                    "`tierckpt verify` will not trust until told to (--trust)",
+                    trust.TrustWarning,
+                    stacklevel=2,
+                )
+        link = store.publish(lambda chain: chain.begin(store=store.info.digest, origin=choose(chain)), key)
+        assert link is not None
+        self.generation = store.chain.generation
+        self._collect(())
+        trust.remember(store.chain, store.url)
+        return json.dumps({"run": store.run, "generation": self.generation}).encode()
+
+    def follow(self, told: bytes) -> None:
+        """Take over what rank 0's :meth:`begin` said."""
+        said = json.loads(told)
+        self.run, self.generation = said["run"], said["generation"]
+
+    def believe(self, store: Store) -> None:
+        """Raise UntrustedError unless the chain is to be believed."""
+        held = trust.held_keys(store.run, self._given_key)
+        trust.Trust(self._trusted, held, self._expect_head).check(store.chain, store.url)
+
+    def room_for(self, size: int, step: int) -> None:
+        """Make sure that ``size`` bytes can be written; retired checkpoints go at once if need be. Rank 0 only.
+
+        Raises:
+            StoreError: there is not enough space.
+        """
+        free = self.place.free()
+        if free is not None and free < size + FREE_MARGIN:
+            self._collect([(self.generation, step)], grace=0.0)
+            free = self.place.free()
+        if free is not None and free < size + FREE_MARGIN:
+            raise StoreError(
+                f"{self.place.url}: no space for step {step}: it needs {size:,} bytes, {free:,} are free"
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place.url)
+
+    def commit(self, manifest: Manifest, layout: bytes, *, pinned: bool) -> bytes:
+        """Publish a checkpoint whose shards and receipts are durable, then retire what is due to go. Rank 0 only."""
+        store, key = self.store, self._key
+        assert key is not None
+        ref = CheckpointRef(manifest.generation, manifest.step, manifest.id)
+        try:
+            put(self.place, paths.layout(manifest.layout), layout)
+            put(self.place, paths.manifest(ref.generation, ref.step), manifest.encode())
+            link = store.publish(lambda chain: self._commit_link(chain, ref, pinned=pinned), key)
+        except BaseException:
+            self._give_back(ref)
+            raise
+        assert link is not None
+        problem = self._retire(ref, manifest, key)
+        return json.dumps({"head": link.digest, "problem": problem}).encode()
+
+    def heed(self, told: bytes) -> None:
+        """Take over what rank 0's :meth:`commit` said."""
+        problem = json.loads(told)["problem"]
+        if problem:
+            warnings.warn(problem, RuntimeWarning, stacklevel=2)
+
+    def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
+        self.store.must_be_current(self.generation)
+        if (ref.generation, ref.step) in chain.committed:
+            raise StepExistsError(f"{self.store.url}: step {ref.step} of generation {ref.generation} is already committed")
+        return chain.commit(ref, pinned=pinned)
+
+    def discard(self, step: int, rank: int) -> None:
+        """Remove this rank's files of a step that has failed on some rank before anything was published."""
+        names = [paths.receipt(self.generation, step, rank), paths.shard(self.generation, step, rank)]
+        try:
+            self.place.remove(names)
+        except TierckptError as error:
+            warnings.warn(f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+
+    def _give_back(self, ref: CheckpointRef) -> None:
+        """Remove the files of a step that could not be published, if it really was not."""
+        try:
+            self.store.refresh()
+            if (ref.generation, ref.step) not in self.store.chain.committed:
+                self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
+        except TierckptError as error:
+            warnings.warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        """Note down the head, so that a roll-back is noticed next time."""
+        if self._store is not None:
+            trust.remember(self._store.chain, self._store.url)
+
+    def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> str | None:
+        """Retire what the new checkpoint replaces, and remove what was retired long enough ago."""
+        try:
+            going = to_retire(self.store.chain, self._retention, new)
+            if going:
+                check_present(self.store, manifest)
+                store = self.store
+                store.publish(lambda chain: self._retire_link(chain, new), key)
+            self._collect(())
+        except TierckptError as error:
+            # The new checkpoint is durable; old ones that stay do no harm.
+            return f"{self.place.url}: old checkpoints could not be retired: {error}"
+        return None
+
+    def _retire_link(self, chain: Chain, new: CheckpointRef) -> Link | None:
+        self.store.must_be_current(self.generation)
+        going = to_retire(chain, self._retention, new)
+        return chain.retire(going) if going else None
+
+    def _collect(self, sparing: Iterable[tuple[int, int]], grace: float | None = None) -> None:
+        found = leftovers.find(
+            self.store, grace=self._grace if grace is None else grace, sparing=sparing, own=self.generation
+        )
+        self.place.remove(found.removable)
+
+
+def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> list[CheckpointRef]:
+    """Live checkpoints to retire once ``new`` is durable: older ones of the same step, and what ``policy`` lets go.
+
+    The policy looks at the lineage; pinned checkpoints and ``new`` always stay, what is in no lineage goes.
+    """
+    live = list(chain.live.values())
+    pinned = chain.pinned
+    going = {ref for ref in live if ref.step == new.step and ref.generation < new.generation}
+    if policy is not None:
+        lineage = {ref for ref in chain.lineage() if ref not in going}
+        steps = policy.keep(sorted({ref.step for ref in lineage if ref not in pinned}))
+        going |= {ref for ref in live if ref not in pinned and (ref not in lineage or ref.step not in steps)}
+    return sorted(going - {new}, key=lambda ref: (ref.generation, ref.step))
+
+
+def check_present(store: Store, manifest: Manifest) -> None:
+    """Every receipt matches the manifest and every shard is there in full size; no bytes are read."""
+    for shard in manifest.shards:
+        receipt = store.receipt(manifest, shard.rank)
+        size = store.place.size(receipt.name)
+        if size is None:
+            raise IncompleteError(f"{store.url}/{receipt.name} is missing")
+        if size != receipt.size:
+            raise IntegrityError(f"{store.url}/{receipt.name}: {size} bytes, expected {receipt.size}")
+
+
+def _new_run() -> str:
+    import uuid
+
+    return f"run-{uuid.uuid4().hex}"
+
+

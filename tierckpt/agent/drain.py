@@ -1,0 +1,195 @@
+"""The drain: one thread that carries staged shards into the store, step after step, and has them committed.
+
+All ranks drain the same steps in the same order and meet in votes on channels of the drain's own, so that training's own
+collectives are never in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import StoreError
+from ..format import paths
+from ..format.digest import derive
+from ..format.manifest import Manifest, ShardRef
+from ..format.receipt import Receipt
+from ..tiers.chunks import Source, retried, write_shard
+from ..tiers.store import put
+from .coordinator import Coordinator
+from .handle import Handle, SaveInfo
+
+
+class Ranks(Protocol):
+    """What the drain needs of the group of processes (see :class:`tierckpt.group.Group`)."""
+
+    rank: int
+    size: int
+
+    def vote(self, what: str, part: Callable[[], bytes]) -> list[bytes]: ...
+
+
+@dataclass
+class Shard:
+    """What one rank saves of one step.
+
+    Attributes:
+        source: its bytes; None when this rank writes nothing.
+        header_size: bytes of the safetensors header in front.
+        header_digest: of these.
+        layout_hash, layout: hex, and the layout file.
+        total: bytes that all ranks together are about to write, roughly.
+        metadata: the user's, as an encoded value; rank 0's counts.
+        release: called once when the source is no longer needed.
+    """
+
+    source: Source | None
+    header_size: int
+    header_digest: str
+    layout_hash: str
+    layout: bytes
+    total: int
+    metadata: Any
+    release: Callable[[], None]
+
+
+@dataclass
+class _Job:
+    step: int
+    pinned: bool
+    shard: Shard | BaseException
+    handle: Handle
+
+
+class Drain:
+    """Args:
+    ranks: channels for this thread alone.
+    coordinator: of this rank.
+    """
+
+    def __init__(self, ranks: Ranks, coordinator: Coordinator) -> None:
+        self._ranks, self._coordinator = ranks, coordinator
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, step: int, shard: Shard | BaseException, handle: Handle, *, pinned: bool) -> None:
+        """Hand over a staged shard, or the reason why this rank has none: the save then fails on all ranks."""
+        if self._thread is None:
+            # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends.
+            self._thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
+            self._thread.start()
+        self._queue.put(_Job(step, pinned, shard, handle))
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                info = self._drain(job)
+            except BaseException as error:
+                job.handle._finish(None, error)
+            else:
+                job.handle._finish(info)
+            finally:
+                if isinstance(job.shard, Shard):
+                    job.shard.release()
+                del job
+
+    def _drain(self, job: _Job) -> SaveInfo:
+        what = f"the save of step {job.step}"
+        began = time.perf_counter()
+        try:
+            entries = self._ranks.vote(what, lambda: self._write(job))
+            manifest = self._manifest(job, entries)
+        except BaseException:
+            # Every rank removes its own; nobody writes any more once the vote is over.
+            self._coordinator.discard(job.step, self._ranks.rank)
+            raise
+        written = time.perf_counter()
+        assert isinstance(job.shard, Shard)
+        layout = job.shard.layout
+
+        def commit() -> bytes:
+            return self._coordinator.commit(manifest, layout, pinned=job.pinned) if self._ranks.rank == 0 else b""
+
+        told = self._ranks.vote(what, commit)
+        self._coordinator.heed(told[0])
+        job.handle.timings["write"] = written - began
+        job.handle.timings["commit"] = time.perf_counter() - written
+        head = json.loads(told[0])["head"]
+        size = sum(shard.size for shard in manifest.shards)
+        return SaveInfo(
+            job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)
+        )
+
+    def _write(self, job: _Job) -> bytes:
+        """Make this rank's shard and then its receipt durable."""
+        if isinstance(job.shard, BaseException):
+            raise job.shard
+        shard, place = job.shard, self._coordinator.place
+        if self._ranks.rank == 0:
+            self._coordinator.room_for(shard.total, job.step)
+        if shard.source is None:
+            return b""
+        generation, rank = self._coordinator.generation, self._ranks.rank
+        name = paths.shard(generation, job.step, rank)
+        chunks = write_shard(place, name, shard.source)
+        receipt = Receipt(
+            run=self._coordinator.run,
+            generation=generation,
+            step=job.step,
+            rank=rank,
+            world=self._ranks.size,
+            layout=shard.layout_hash,
+            size=shard.source.size,
+            header_size=shard.header_size,
+            header_digest=shard.header_digest,
+            chunks=chunks,
+            metadata=shard.metadata if rank == 0 else None,
+        )
+        data = receipt.encode()
+
+        def told() -> bytes:
+            put(place, paths.receipt(generation, job.step, rank), data)
+            return b""
+
+        retried(told)
+        return json.dumps([receipt.size, receipt.shard_digest, shard.layout_hash, receipt.metadata]).encode()
+
+    def _manifest(self, job: _Job, entries: list[bytes]) -> Manifest:
+        told = [(rank, *json.loads(entry)) for rank, entry in enumerate(entries) if entry]
+        if not told or told[0][0] != 0:
+            raise StoreError(f"step {job.step}: rank 0 wrote no shard")
+        layouts = {entry[3] for entry in told}
+        if len(layouts) != 1:
+            raise StoreError(f"step {job.step}: ranks wrote for different layouts")
+        return Manifest(
+            run=self._coordinator.run,
+            generation=self._coordinator.generation,
+            step=job.step,
+            world=self._ranks.size,
+            layout=layouts.pop(),
+            metadata=told[0][4],
+            shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
+        )
+
+
+def header_digest(header: bytes) -> str:
+    """The digest that a receipt gives of a shard's header."""
+    return derive("header", header).hex()
+
+
+def _plain(metadata: Any) -> Any:
+    from ..format import values
+
+    return None if metadata is None else values.decode(metadata, what="metadata")

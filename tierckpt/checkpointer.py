@@ -1,0 +1,380 @@
+"""The front door: one object that saves and restores a run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import config
+from .agent.coordinator import Coordinator
+from .agent.drain import Drain, Shard, header_digest
+from .agent.handle import Handle
+from .config import Disk
+from .errors import FencedError, LayoutError, StateError, StepExistsError, StoreError, TierckptError, UntrustedError
+from .format import values
+from .format.chain import Chain, CheckpointRef
+from .format.keys import SigningKey
+from .group import Group
+from .restore.load import LoadInfo, load
+from .snapshot.arena import Arena
+from .snapshot.stager import LiveSource
+from .state.planner import Planner, Prepared
+from .tiers.disk import DiskPlace
+from .tiers.trust import trusted_keys
+
+Key = str | os.PathLike[str] | SigningKey
+
+#: Errors of the call itself, which no later attempt will cure: raised whatever ``on_error`` says.
+_MISTAKES = (StateError, LayoutError, StepExistsError, FencedError, UntrustedError)
+
+
+class Checkpointer:
+    """Saves and restores the state of one run. All ranks of ``group`` make the same calls in the same order.
+
+    Args:
+        root: a folder, on a shared file system or on each node's own disk.
+        tiers: what lies below: ``[Disk(every=…, keep=…)]``.
+        run: the run's name; by default that of the store, or a new one.
+        group: the process group whose ranks save together; by default all.
+        key: the private key that signs, or its path (default: ``TIERCKPT_KEY``, else one made in the user's folder).
+        trust: public keys (hex or paths) to trust instead of those pinned (default: ``TIERCKPT_TRUST``).
+        expect_head: digest of a link that the chain must contain.
+        agent: ``"off"``: the drain runs in threads of this process. ``"auto"`` is the same for now.
+        on_error: what a failed save does besides showing on its handle: ``"report"`` warns at the next call,
+            ``"raise"`` raises there.
+        max_restarts: after so many restarts in a row from one checkpoint without progress, an older one is taken.
+        fresh: begin from nothing even if there are checkpoints.
+        timeout: seconds for which ranks wait for each other (default: ``TIERCKPT_TIMEOUT``, else 1,800).
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        tiers: Sequence[Disk] | None = None,
+        run: str | None = None,
+        group: Any = None,
+        key: Key | None = None,
+        trust: Any = None,
+        expect_head: str | None = None,
+        agent: str = "auto",
+        on_error: str = "report",
+        max_restarts: int = 3,
+        fresh: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        _one_of("agent", agent, ("auto", "off"))
+        _one_of("on_error", on_error, ("report", "raise"))
+        self._disk = _only_disk(tiers)
+        self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
+        self._timeout = config.timeout(timeout)
+        self._place = DiskPlace(folder(root))
+        self._group = Group(group, timeout=self._timeout)
+        self._trusted, self._expect_head = trusted_keys(trust), expect_head
+        self._coordinator = Coordinator(
+            self._place,
+            run=run,
+            key=key,
+            trusted=self._trusted,
+            expect_head=expect_head,
+            retention=self._disk.retention,
+            grace=self._disk.grace,
+        )
+        self._drain = Drain(self._group.clone(), self._coordinator)
+        self._arena = Arena(config.SLOTS)
+        self._planner = Planner(self._group)
+        self._handles: list[Handle] = []
+        self._steps: set[int] = set()
+        self._last_due: tuple[int, float] | None = None
+        self._closed = False
+        _open.add(self)
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], **more: Any) -> Checkpointer:
+        """A checkpointer described in a file; ``more`` overrides it. Keys are the arguments, tiers ``[[tiers]]`` tables.
+
+        Raises:
+            StateError: the file cannot be read, or names what does not exist.
+        """
+        arguments = config.from_toml(path) | more
+        try:
+            return cls(**arguments)
+        except TypeError as error:
+            raise StateError(f"{os.fspath(path)}: {error}") from error
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Restore
+
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        keys: Sequence[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        fallback: bool = True,
+        staged: bool = False,
+    ) -> LoadInfo | None:
+        """Fill ``state`` in place from the newest checkpoint that is complete and verified, and begin a generation there.
+
+        Collective. Arguments are those of :func:`tierckpt.load`.
+
+        Returns:
+            What was restored; None only if nothing was ever committed (or ``fresh``).
+
+        Raises:
+            LayoutError, StateError: the state does not fit; nothing was touched.
+            IncompleteError, IntegrityError: no checkpoint could be restored.
+            UntrustedError: the store is not to be believed.
+        """
+        self._must_be_open()
+        info = None
+        if not self._fresh:
+            info = load(
+                self._group,
+                self._place,
+                state,
+                step=step,
+                keys=keys,
+                strict=strict,
+                cast=cast,
+                fallback=fallback,
+                staged=staged,
+                believe=self._coordinator.believe,
+                run=self._coordinator.run,
+                max_restarts=self._max_restarts,
+                may_be_empty=step is None,
+            )
+        ref = None if info is None else CheckpointRef(info.generation, info.step, info.id)
+        self._begin(ref, chosen=True)
+        if info is not None:
+            self._last_due = (info.step, time.monotonic())
+        return info
+
+    # Save
+
+    def prepare(self, state: Any) -> None:
+        """Plan and warm up for ``state`` ahead of the first save. Collective."""
+        self._must_be_open()
+        self._planner.prepare(state)
+
+    def save(self, step: int, state: Any, *, metadata: Any = None, pin: bool = False) -> Handle:
+        """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
+
+        Args:
+            step: names the checkpoint; each step once.
+            state: nested containers of tensors and values, modules, optimizers, anything with ``state_dict()``.
+            metadata: any encodable value, stored beside the checkpoint.
+            pin: never retire it.
+
+        Raises:
+            StateError, LayoutError: the state cannot be saved; the message names every path.
+            StepExistsError: this step was saved before.
+            FencedError: a newer generation of the run has begun.
+        """
+        handle = self._save(step, state, metadata=metadata, pin=pin, live=False)
+        self._surface()
+        return handle
+
+    def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
+        """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
+        began = time.perf_counter()
+        self._must_be_open()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise StateError(f"step={step!r}: a step is an integer, 0 or more")
+        self._surface()
+        if not self._due(step, always=live or always):
+            return Handle(step, self._disk.name, due=False)
+        handle = Handle(step, self._disk.name)
+        self._handles.append(handle)
+        try:
+            if self._coordinator.generation == 0:
+                self._begin(None, chosen=False)
+            self._snapshot(handle, step, state, metadata, pin=pin, live=live)
+        except _MISTAKES:
+            self._handles.remove(handle)
+            raise
+        except Exception as error:
+            handle._finish(None, error)
+        handle.timings["stall"] = time.perf_counter() - began
+        return handle
+
+    def _snapshot(self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool) -> None:
+        """All ranks meet once, then each copies; what fails on one after that fails on all in the drain."""
+        note: list[Any] = []
+
+        def mine() -> bytes:
+            if step in self._steps:
+                raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
+            note.append(values.encode(metadata, path="metadata") if metadata is not None else None)
+            return str(step).encode()
+
+        prepared = self._planner.plan(state, f"the save of step {step}", mine)
+        if len(set(prepared.told)) > 1:
+            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}")
+        self._steps.add(step)
+        shard: Shard | BaseException
+        try:
+            shard = self._stage(prepared, note[0], live=live, handle=handle)
+        except Exception as error:
+            shard = error
+        handle._set_staged()
+        self._drain.put(step, shard, handle, pinned=pin)
+
+    def _stage(self, prepared: Prepared, metadata: Any, *, live: bool, handle: Handle) -> Shard:
+        plan = prepared.plan
+        began = time.perf_counter()
+        source: Any = None
+        release = _nothing
+        header = plan.header
+        if header is not None:
+            assert prepared.table is not None
+            source = LiveSource(prepared.table, prepared.pointers, header.size, prepared.keep)
+            if not live:
+                slot = self._arena.acquire(header.size, self._timeout)
+                release = slot.release
+                try:
+                    source = source.stage(slot)
+                except BaseException:
+                    release()
+                    raise
+        handle.timings["copy"] = time.perf_counter() - began
+        return Shard(
+            source=source,
+            header_size=header.header_size if header else 0,
+            header_digest=header_digest(header.data) if header else "",
+            layout_hash=plan.layout_hash,
+            layout=plan.layout_bytes,
+            total=prepared.total,
+            metadata=metadata,
+            release=release,
+        )
+
+    def _due(self, step: int, *, always: bool) -> bool:
+        """Whether the disk is due. Decided by rank 0, since clocks differ."""
+        cadence, now = self._disk.cadence, time.monotonic()
+        if always:
+            return True
+        if self._last_due is None:
+            due = True
+        elif cadence.seconds is not None:
+            mine = cadence.due(step, self._last_due[0], now - self._last_due[1])
+            due = self._group.broadcast(b"1" if mine else b"0") == b"1"
+        else:
+            due = cadence.due(step, self._last_due[0], 0.0)
+        if due:
+            self._last_due = (step, now)
+        return due
+
+    def fence(self) -> None:
+        """Wait until nothing is being copied from live state any more. Every copy is finished when ``save`` returns."""
+
+    # Generations
+
+    def _begin(self, ref: CheckpointRef | None, *, chosen: bool) -> None:
+        """Claim the next generation: from ``ref`` if that was chosen, else from the newest checkpoint."""
+
+        def choose(chain: Chain) -> CheckpointRef | None:
+            return ref if chosen or self._fresh else chain.newest
+
+        def part() -> bytes:
+            return self._coordinator.begin(choose) if self._group.rank == 0 else b""
+
+        told = self._group.vote(f"the start of a generation at {self._place.url}", part)
+        self._coordinator.follow(told[0])
+
+    # The end
+
+    def wait(self) -> None:
+        """Wait until every save so far is done or has failed."""
+        for handle in list(self._handles):
+            handle._ended.wait()
+
+    def close(self) -> None:
+        """Finish what is under way, report what failed, give everything back. Called twice it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        self._drain.close()
+        self._arena.close()
+        self._coordinator.close()
+        self._group.close()
+        self._surface()
+
+    def _surface(self) -> None:
+        """Tell of saves that have failed and that nobody has been told of yet."""
+        ended = [handle for handle in self._handles if handle._ended.is_set()]
+        self._handles = [handle for handle in self._handles if handle not in ended]
+        for handle in ended:
+            error = handle.error
+            if error is None or handle._told:
+                continue
+            handle._told = True
+            message = f"the save of step {handle.step} failed: {error}"
+            if isinstance(error, FencedError) or (self._on_error == "raise" and not self._closed):
+                raise type(error)(message) from error if isinstance(error, TierckptError) else StoreError(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise StateError("this Checkpointer has been closed")
+
+
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Saves under way at the end of a script are finished, not lost."""
+    for checkpointer in list(_open):
+        checkpointer.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _only_disk(tiers: Sequence[Disk] | None) -> Disk:
+    if tiers is None:
+        return Disk()
+    if len(tiers) != 1 or not isinstance(tiers[0], Disk):
+        raise StateError(f"tiers={list(tiers)!r}: this version takes exactly one Disk(…)")
+    return tiers[0]
+
+
+def folder(root: str | os.PathLike[str]) -> Path:
+    """The folder that ``root`` names: a path, or a ``file://`` URL."""
+    text = os.fspath(root)
+    if "://" in text:
+        scheme, _, rest = text.partition("://")
+        if scheme != "file":
+            raise StateError(f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet")
+        text = rest
+    if not text:
+        raise StateError("root is empty: it takes the path of a folder")
+    return Path(text)
+
+

@@ -1,0 +1,181 @@
+"""Every tunable, with its unit, and the descriptions of tiers that a user writes down."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import StateError
+
+#: Threads that hash and write (or read and verify) one shard. More than the cores: half of them wait for the disk.
+IO_THREADS = 4
+#: Threads that copy state into a slot.
+COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
+#: Slots of staged shards held at once by one process: one being drained, one being filled.
+SLOTS = 2
+#: Seconds for which files of a retired checkpoint stay, for readers that have begun to read it.
+READERS_GRACE = 600.0
+#: Seconds that a collective step may take before the save or load fails.
+TIMEOUT = 1800.0
+#: Attempts at a write that failed for a passing reason, and the seconds before the first retry (doubled each time).
+WRITE_ATTEMPTS = 5
+WRITE_BACKOFF = 0.1
+#: Seconds for which a rank looks for the files of other ranks before it takes its root for node-local.
+PROBE_SECONDS = 3.0
+#: Free bytes to leave on a file system beyond what a save needs.
+FREE_MARGIN = 1 << 20
+
+
+def timeout(given: float | None = None) -> float:
+    """Seconds for collective waits: the argument, else ``TIERCKPT_TIMEOUT``, else :data:`TIMEOUT`."""
+    if given is None:
+        text = os.environ.get("TIERCKPT_TIMEOUT")
+        try:
+            given = float(text) if text else TIMEOUT
+        except ValueError:
+            raise StateError(f"TIERCKPT_TIMEOUT={text!r} is not a number of seconds") from None
+    if not given > 0:
+        raise StateError(f"timeout={given!r}: it takes a number of seconds above 0")
+    return given
+
+
+def config_dir() -> Path:
+    """The user's folder for keys and pins: ``$XDG_CONFIG_HOME/tierckpt`` or ``~/.config/tierckpt``."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path(os.path.expanduser("~")) / ".config") / "tierckpt"
+
+
+@dataclass(frozen=True)
+class KeepLast:
+    """Retention: the ``count`` newest checkpoints stay."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise StateError(f"keep={self.count!r}: at least one checkpoint is always kept")
+
+    def keep(self, steps: list[int]) -> set[int]:
+        """Of ``steps`` (ascending), those to keep."""
+        return set(steps[-self.count :])
+
+
+@dataclass(frozen=True)
+class KeepEvery:
+    """Retention: the ``count`` newest stay, and for ever those whose step is a multiple of ``every``."""
+
+    every: int
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.count < 1:
+            raise StateError(f"KeepEvery(every={self.every!r}, count={self.count!r}): both are at least 1")
+
+    def keep(self, steps: list[int]) -> set[int]:
+        """Of ``steps`` (ascending), those to keep."""
+        return set(steps[-self.count :]) | {step for step in steps if step % self.every == 0}
+
+
+Retention = KeepLast | KeepEvery
+
+
+def retention(keep: int | Retention | None) -> Retention | None:
+    """The policy that ``keep`` stands for: a number is :class:`KeepLast`, None keeps all."""
+    if keep is None or hasattr(keep, "keep"):
+        return keep  # type: ignore[return-value]
+    return KeepLast(keep)  # type: ignore[arg-type]
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a step is due at a tier: each time ``step // steps`` rises, or when ``seconds`` have passed."""
+
+    steps: int | None
+    seconds: float | None
+
+    @staticmethod
+    def of(every: int | str) -> Cadence:
+        """From ``every=10`` (steps) or ``every="30s"``, ``"10min"``, ``"1h"`` (durations)."""
+        if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
+            return Cadence(every, None)
+        if isinstance(every, str):
+            number = every.rstrip("abcdefghijklmnopqrstuvwxyz ")
+            unit = every[len(number) :].strip()
+            try:
+                seconds = float(number) * _UNITS[unit]
+            except (ValueError, KeyError):
+                seconds = 0.0
+            if seconds > 0:
+                return Cadence(None, seconds)
+        raise StateError(f"every={every!r}: it takes a number of steps (≥ 1) or a duration such as '30s', '10min', '1h'")
+
+    def due(self, step: int, last_step: int, elapsed: float) -> bool:
+        """Whether ``step`` is due when the last one taken was ``last_step``, ``elapsed`` seconds ago."""
+        if self.seconds is not None:
+            return elapsed >= self.seconds
+        assert self.steps is not None
+        return step // self.steps > last_step // self.steps
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk tier: local NVMe or a shared file system.
+
+    Args:
+        every: cadence, a number of steps or a duration.
+        keep: how many checkpoints stay, or a policy; None keeps all.
+        grace: seconds for which files of a retired checkpoint stay for readers.
+    """
+
+    every: int | str = 1
+    keep: int | Retention | None = None
+    grace: float = READERS_GRACE
+    cadence: Cadence = field(init=False, repr=False, compare=False)
+    retention: Retention | None = field(init=False, repr=False, compare=False)
+
+    name = "disk"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cadence", Cadence.of(self.every))
+        object.__setattr__(self, "retention", retention(self.keep))
+        if not self.grace >= 0:
+            raise StateError(f"grace={self.grace!r}: it takes a number of seconds, 0 or more")
+
+
+def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Keyword arguments of ``Checkpointer`` from a TOML file.
+
+    Top-level keys are arguments; each ``[[tiers]]`` table is one tier, its ``tier`` key says which (``"disk"``).
+
+    Raises:
+        StateError: the file cannot be read, or has a key that does not exist.
+    """
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            table: dict[str, Any] = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise StateError(f"{os.fspath(path)}: {error}") from error
+    tiers = table.pop("tiers", None)
+    if tiers is not None:
+        table["tiers"] = [_tier(entry, path) for entry in tiers]
+    return table
+
+
+def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Disk:
+    entry = dict(entry)
+    kind = entry.pop("tier", None)
+    if kind != "disk":
+        raise StateError(f"{os.fspath(path)}: tier {kind!r} is not one of: disk")
+    try:
+        return Disk(**entry)
+    except TypeError as error:
+        raise StateError(f"{os.fspath(path)}: [[tiers]] disk: {error}") from error

@@ -1,0 +1,132 @@
+"""Names of leaves: the path from the root of a state to a leaf, written so that different paths differ."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from tierckpt.errors import IntegrityError, StateError
+from tierckpt.format import canonical, values
+
+Component: TypeAlias = str | int | bool | float | tuple[Any, ...] | bytes | None
+"""A list index, a key of a dict or an attribute. Other keys that `values.encode` takes work as well."""
+
+ROOT = "~r"
+"""The name of the root itself: a state that is one tensor or one value."""
+
+_PLAIN = re.compile(r"[^~/#\x00-9\ud800-\udfff][^~/#\x00\ud800-\udfff]*")  # written as it is; most are
+_INTEGER = re.compile(r"-?[0-9]+")
+_METADATA = "__metadata__"
+
+
+def join(path: Sequence[Component]) -> str:
+    """The name of the leaf at ``path``. Raises ``StateError`` for components that cannot be written."""
+    if not path:
+        return ROOT
+    return "/".join([_string(part) if type(part) is str else _other(part) for part in path])
+
+
+def split(name: str) -> tuple[Component, ...]:
+    """The path that has this name. Raises ``IntegrityError`` for anything that `join` does not return.
+
+    Keys whose class only a template can supply (members of enums, named tuples) come back as `values.decode`
+    returns them without one.
+    """
+    if name == ROOT:
+        return ()
+    return tuple([_component(text, name) for text in name.split("/")])
+
+
+def dotted(path: Sequence[Component]) -> str:
+    """The path as users write it in ``keys=``: ``model.layers.0.weight``. Different paths can look alike."""
+    return ".".join(map(str, path))
+
+
+def matches(path: Sequence[Component], patterns: Sequence[str]) -> bool:
+    """Whether the dotted form matches one of the shell patterns (``*`` crosses dots; case counts)."""
+    text = dotted(path)
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+@lru_cache(maxsize=1 << 16)
+def _string(text: str) -> str:
+    if _PLAIN.fullmatch(text) and text != _METADATA:
+        return text
+    if "\0" in text:
+        raise StateError(f"key {text!r} contains NUL; rename it")
+    if not text:
+        return "~e"
+    if text == _METADATA or _INTEGER.fullmatch(text):
+        return "~s" + text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise StateError(f"key {text!r} contains a lone surrogate, which is not text; rename it") from None
+    return text.replace("~", "~0").replace("/", "~1").replace("#", "~2")
+
+
+def _other(key: object) -> str:
+    if type(key) is int:
+        try:
+            return str(key)
+        except ValueError as error:  # more digits than Python converts
+            raise StateError(f"a key is too large an integer: {error}") from None
+    encoded = canonical.encode(values.encode(key, path=f"key {key!r:.80}"))
+    return "~k" + base64.urlsafe_b64encode(encoded).rstrip(b"=").decode("ascii")
+
+
+def _component(text: str, name: str) -> Component:
+    if _INTEGER.fullmatch(text):
+        return _same(_integer(text, name), text, name)
+    if text.startswith("~k"):
+        return _key(text, name)
+    if text.startswith("~s"):
+        return _same(text[2:], text, name)
+    if text == "~e":
+        return ""
+    return _same(text.replace("~2", "#").replace("~1", "/").replace("~0", "~"), text, name)
+
+
+def _integer(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # more digits than Python converts
+        raise _malformed(name, text) from None
+
+
+def _key(text: str, name: str) -> Component:
+    try:
+        encoded = base64.urlsafe_b64decode(text[2:] + "=" * (-len(text[2:]) % 4))
+    except (ValueError, binascii.Error):
+        raise _malformed(name, text) from None
+    what = f"name {name[:200]!r}"
+    value = values.decode(canonical.decode(encoded, what=what, depth=values.DEPTH_LIMIT), what=what)
+    written = "~k" + base64.urlsafe_b64encode(encoded).rstrip(b"=").decode("ascii")
+    try:
+        hash(value)
+    except TypeError:
+        raise _malformed(name, text) from None
+    if written != text or type(value) is str or type(value) is int:
+        raise _malformed(name, text)
+    key: Component = value
+    return key
+
+
+def _same(component: Component, text: str, name: str) -> Component:
+    """The component, if it is written like that."""
+    try:
+        written = join((component,))
+    except StateError:
+        raise _malformed(name, text) from None
+    if written != text:
+        raise _malformed(name, text)
+    return component
+
+
+def _malformed(name: str, text: str) -> IntegrityError:
+    return IntegrityError(f"name {name[:200]!r}: {text[:80]!r} is not how a component of a path is written")

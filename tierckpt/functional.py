@@ -1,0 +1,199 @@
+"""Saving and loading as plain calls, without an object to keep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from . import config
+from .agent.handle import Handle, SaveInfo
+from .checkpointer import Checkpointer, Key, folder
+from .group import Group
+from .restore import load as restoring
+from .restore.load import LoadInfo
+from .tiers import trust as trusting
+from .tiers.disk import DiskPlace
+from .tiers.store import Store
+
+#: Functional saves of one process group to one root share a generation.
+_sessions: dict[tuple[str, str | None, int], Checkpointer] = {}
+
+
+def save(
+    state: Any,
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    metadata: Any = None,
+    pin: bool = False,
+    group: Any = None,
+    run: str | None = None,
+    key: Key | None = None,
+    timeout: float | None = None,
+) -> SaveInfo:
+    """Save ``state`` as ``step`` and return when it is durable and committed. Collective; ``state`` must not change meanwhile.
+
+    Args:
+        state: nested containers of tensors and values, modules, optimizers, anything with ``state_dict()``.
+        root: a folder.
+        step: names the checkpoint.
+        metadata: any encodable value, stored beside the checkpoint.
+        pin: never retire it.
+        group: the process group whose ranks save together; by default all.
+        run: the run's name; by default that of the store, or a new one.
+        key: the private key that signs, or its path.
+        timeout: seconds for which ranks wait for each other.
+
+    Raises:
+        StateError, LayoutError: the state cannot be saved; the message names every path.
+        StepExistsError: this process has saved this step before.
+        StoreError: storage refused; nothing of the step is left.
+        FencedError: another process has begun a newer generation of this run.
+    """
+    session = _session(root, group, run, key, timeout)
+    handle = session._save(step, state, metadata=metadata, pin=pin, live=True)
+    info = handle.wait()
+    assert info is not None
+    return info
+
+
+def async_save(
+    state: Any,
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    metadata: Any = None,
+    pin: bool = False,
+    group: Any = None,
+    run: str | None = None,
+    key: Key | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Copy ``state`` and return; the copy becomes durable in the background. Arguments as for :func:`save`.
+
+    Returns:
+        A handle; ``wait()`` raises what went wrong.
+    """
+    session = _session(root, group, run, key, timeout)
+    return session._save(step, state, metadata=metadata, pin=pin, live=False, always=True)
+
+
+def load(
+    state: Any,
+    root: str | os.PathLike[str],
+    step: int | None = None,
+    keys: Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    fallback: bool = True,
+    mapping: None = None,
+    trust: Any = None,
+    expect_head: str | None = None,
+    staged: bool = False,
+    *,
+    group: Any = None,
+    run: str | None = None,
+    timeout: float | None = None,
+) -> LoadInfo:
+    """Fill ``state`` in place from a checkpoint, whatever layout it was saved in. Collective.
+
+    Args:
+        state: as for :func:`save`; its tensors are filled, its values replaced.
+        root: the folder of the store.
+        step: which checkpoint; by default the newest that is complete and verified.
+        keys: globs over dotted names (``"model.*"``): only leaves that match are loaded.
+        strict: keys missing from the checkpoint or from ``state`` are errors.
+        cast: convert tensors whose dtype differs; integers that do not fit are refused.
+        fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
+        mapping: must be None; renaming is not supported yet.
+        trust: public keys (hex or paths) to trust instead of those pinned.
+        expect_head: digest of a link that the chain must contain; detects that the store was rolled back.
+        staged: fill nothing before everything was read and verified, at the cost of memory for a second copy.
+        group, run, timeout: as for :func:`save`.
+
+    Raises:
+        LayoutError: the state does not fit; lists everything, nothing was touched.
+        IncompleteError: nothing complete to restore; says what is missing.
+        IntegrityError: bytes are damaged; names file and chunk.
+        UntrustedError: the store is not to be believed.
+    """
+    if mapping is not None:
+        raise config.StateError("mapping=: renaming while loading is not supported yet")
+    with _reading(group, timeout) as ranks:
+        info = restoring.load(
+            ranks,
+            DiskPlace(folder(root)),
+            state,
+            step=step,
+            keys=keys,
+            strict=strict,
+            cast=cast,
+            fallback=fallback,
+            staged=staged,
+            believe=_believe(trust, expect_head),
+            run=run,
+        )
+    assert info is not None
+    return info
+
+
+def read(
+    root: str | os.PathLike[str],
+    step: int | None = None,
+    keys: Sequence[str] | None = None,
+    *,
+    fallback: bool = True,
+    trust: Any = None,
+    expect_head: str | None = None,
+    group: Any = None,
+    run: str | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """The state of a checkpoint without a template: whole tensors in private memory, nested as saved. Collective.
+
+    Arguments and errors as for :func:`load`.
+    """
+    with _reading(group, timeout) as ranks:
+        return restoring.read(
+            ranks,
+            DiskPlace(folder(root)),
+            step=step,
+            keys=keys,
+            fallback=fallback,
+            believe=_believe(trust, expect_head),
+            run=run,
+        )
+
+
+def _believe(trust: Any, expect_head: str | None) -> Any:
+    keys = trusting.trusted_keys(trust)
+
+    def believe(store: Store) -> None:
+        held = trusting.held_keys(store.run, None)
+        trusting.Trust(keys, held, expect_head).check(store.chain, store.url)
+
+    return believe
+
+
+class _reading:  # noqa: N801
+    """Ranks for one load."""
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        self._group = Group(group, timeout=config.timeout(timeout))
+
+    def __enter__(self) -> Group:
+        return self._group
+
+    def __exit__(self, *_: object) -> None:
+        self._group.close()
+
+
+def _session(
+    root: str | os.PathLike[str], group: Any, run: str | None, key: Key | None, timeout: float | None
+) -> Checkpointer:
+    name = (str(folder(root).resolve()), run, id(group) if group is not None else 0)
+    session = _sessions.get(name)
+    if session is None or session.closed:
+        session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)
+    return session

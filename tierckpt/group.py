@@ -1,0 +1,171 @@
+"""The ranks of one job, and the one collective step they share: a vote.
+
+Coordination moves a few bytes on the CPU and never through an accelerator's process group. Every step in which ranks
+meet is a :meth:`Group.vote`: each rank does its part, and either all get all results or all raise, so that no rank waits
+in a step which another has left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from . import errors
+from .errors import StoreError, TierckptError
+
+
+class Group:
+    """Ranks that save and load together. Without ``torch.distributed``: one rank.
+
+    Args:
+        process_group: the user's group; None is the default group when one is initialised.
+        timeout: seconds after which a vote that is not complete fails on the ranks that wait.
+    """
+
+    def __init__(self, process_group: Any = None, *, timeout: float) -> None:
+        self.timeout = timeout
+        self._given = process_group
+        self._pg: Any = None
+        self.rank, self.size = 0, 1
+        self.global_ranks: list[int] = [0]
+        dist = _distributed()
+        if dist is None or (process_group is None and not dist.is_initialized()):
+            return
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise TierckptError("group=: this process is not a member of the group it passed")
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._pg = self._new_group()
+
+    def _new_group(self) -> Any:
+        """A gloo group of our own over the same ranks: its time-out is ours, and threads of ours may use it."""
+        dist = _distributed()
+        assert dist is not None
+        if self.size == 1:
+            return None
+        return dist.new_group(
+            self.global_ranks,
+            backend="gloo",
+            timeout=timedelta(seconds=self.timeout),
+            use_local_synchronization=self._given is not None,
+        )
+
+    def clone(self) -> Group:
+        """The same ranks on channels of their own, for use in a thread. Collective."""
+        other = Group.__new__(Group)
+        other.__dict__.update(self.__dict__)
+        if self._pg is not None:
+            other._pg = self._new_group()
+        return other
+
+    def close(self) -> None:
+        """Give the channels back. Not collective; the group is unusable afterwards."""
+        dist = _distributed()
+        if self._pg is not None and dist is not None and dist.is_initialized():
+            dist.destroy_process_group(self._pg)
+        self._pg = None
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """What every rank passed, in rank order. Collective.
+
+        Raises:
+            StoreError: a rank is gone, or did not come within the time-out.
+        """
+        if self.size == 1:
+            return [payload]
+        if self._pg is None:
+            raise StoreError("this group of processes has been closed")
+        import torch
+        import torch.distributed as dist
+
+        try:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._pg)
+            width = max(int(size) for size in sizes)
+            if width == 0:
+                return [b""] * self.size
+            mine = torch.zeros(width, dtype=torch.uint8)
+            if payload:
+                mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            all_of_them = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(all_of_them, mine, group=self._pg)
+        except RuntimeError as error:
+            raise StoreError(
+                f"rank {self.rank}: lost contact with another rank of the group, or it did not come within "
+                f"{self.timeout:g} s (TIERCKPT_TIMEOUT): {error}"
+            ) from error
+        return [ctypes.string_at(t.data_ptr(), int(n)) for t, n in zip(all_of_them, sizes, strict=True)]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """What rank 0 passed. Collective."""
+        return self.exchange(payload or b"" if self.rank == 0 else b"")[0]
+
+    def vote(self, what: str, part: Callable[[], bytes]) -> list[bytes]:
+        """Run ``part`` on every rank; all get every result, or all raise. Collective.
+
+        Args:
+            what: names the step in messages.
+            part: this rank's part; what it raises is raised here on all ranks.
+
+        Raises:
+            TierckptError: the error of the lowest rank that failed, by its own type, naming all ranks that failed.
+        """
+        mine: Exception | None = None
+        try:
+            message = b"+" + part()
+        except Exception as error:
+            mine = error
+            message = b"-" + _error_to_json(error)
+        results = self.exchange(message)
+        failed = [rank for rank, result in enumerate(results) if result[:1] == b"-"]
+        if not failed:
+            return [result[1:] for result in results]
+        if self.size == 1:
+            assert mine is not None
+            raise mine
+        raise _combined(what, {rank: results[rank][1:] for rank in failed}, mine)
+
+
+def _distributed() -> Any:
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        return None
+    return dist if dist.is_available() else None
+
+
+def _error_to_json(error: Exception) -> bytes:
+    text = str(error) or type(error).__name__
+    kind = type(error).__name__ if isinstance(error, TierckptError) else "TierckptError"
+    if not isinstance(error, TierckptError):
+        text = f"{type(error).__name__}: {text}"
+    return json.dumps([kind, text]).encode()
+
+
+def _combined(what: str, failures: dict[int, bytes], mine: Exception | None) -> TierckptError:
+    told = {rank: json.loads(data) for rank, data in failures.items()}
+    kinds = [kind for kind, _ in told.values()]
+    # A fault of the data outranks what other ranks suffered because of it; else the lowest rank speaks.
+    kind = getattr(errors, kinds[0], TierckptError)
+    same = len({text for _, text in told.values()}) == 1 and len(told) > 1
+    if same:
+        lines = [f"ranks {_ranks(sorted(told))}: {next(iter(told.values()))[1]}"]
+    else:
+        lines = [f"rank {rank}: {text}" for rank, (_, text) in sorted(told.items())]
+    error = kind(f"{what} failed: " + "; ".join(lines))
+    error.__cause__ = mine
+    assert isinstance(error, TierckptError)
+    return error
+
+
+def _ranks(ranks: list[int]) -> str:
+    text: list[str] = []
+    for rank in ranks:
+        if text and rank == int(text[-1].split("-")[-1]) + 1:
+            text[-1] = f"{text[-1].split('-')[0]}-{rank}"
+        else:
+            text.append(str(rank))
+    return ", ".join(text)

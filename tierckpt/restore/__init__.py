@@ -1,0 +1,1 @@
+"""Finding a checkpoint and bringing its bytes back into live state."""

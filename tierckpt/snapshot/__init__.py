@@ -1,0 +1,1 @@
+"""From live state to the bytes of a shard."""

@@ -1,0 +1,77 @@
+"""Memory for staged shards: a few slots, made once and used again."""
+
+from __future__ import annotations
+
+import threading
+
+from .. import _native
+from ..errors import ArenaFullError
+
+_PAGE = 4096
+
+
+class Slot:
+    """Memory that holds one staged shard until it is released."""
+
+    def __init__(self, arena: Arena, buffer: _native.Buffer) -> None:
+        self._arena: Arena | None = arena
+        self.buffer = buffer
+
+    def release(self) -> None:
+        """Give the memory back for the next shard."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena._give_back(self.buffer)
+
+
+class Arena:
+    """At most ``slots`` slots; a slot grows to the largest shard it has held and never shrinks.
+
+    Args:
+        slots: how many shards may be held at once; who asks for one more waits.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free: list[_native.Buffer] = []
+        self._held = 0
+        self._change = threading.Condition()
+        self._closed = False
+
+    def acquire(self, size: int, timeout: float) -> Slot:
+        """A slot of at least ``size`` bytes; waits until one is free.
+
+        Raises:
+            ArenaFullError: none became free within ``timeout`` seconds, or the memory is not to be had.
+        """
+        capacity = -(-size // _PAGE) * _PAGE
+        with self._change:
+            if not self._change.wait_for(lambda: self._held < self.slots, timeout):
+                raise ArenaFullError(
+                    f"{size:,} bytes are needed, but all {self.slots} slots are still being drained after {timeout:g} s"
+                )
+            fitting = [buffer for buffer in self._free if buffer.nbytes >= capacity]
+            buffer = min(fitting, key=lambda b: b.nbytes, default=None)
+            if buffer is not None:
+                self._free.remove(buffer)
+            elif self._held + len(self._free) >= self.slots:
+                self._free.pop(0)  # too small: make room before the larger one is mapped
+            self._held += 1
+        try:
+            return Slot(self, buffer or _native.Buffer(capacity, populate=True))
+        except MemoryError as error:
+            self._give_back(None)
+            raise ArenaFullError(f"{capacity:,} bytes for a slot are not to be had: {error}") from error
+
+    def _give_back(self, buffer: _native.Buffer | None) -> None:
+        with self._change:
+            self._held -= 1
+            if buffer is not None and not self._closed:
+                self._free.append(buffer)
+            self._change.notify()
+
+    def close(self) -> None:
+        """Let go of the free slots; those in use follow when they are released."""
+        with self._change:
+            self._closed = True
+            self._free.clear()

@@ -1,0 +1,161 @@
+"""What an ``nn.Module`` saves: a direct walk of its parameters and persistent buffers.
+
+Submodules that customise their state dict (hooks, overridden methods, extra state) take their own ``state_dict()``
+and get their own ``load_state_dict()``; the rest of the model is still walked. FSDP2's hooks only bring a module into
+its sharded state, so they are called and do not count.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from tierckpt.errors import StateError
+
+# Children of wrappers that leave no trace in names: torch.compile and activation checkpointing.
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
+_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SAVERS = ("state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state", "load_state_dict")
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+@dataclass
+class Part:
+    """A submodule that loads its own state dict. ``entries`` pairs its keys with positions in ``Contents.keys``."""
+
+    module: nn.Module
+    entries: list[tuple[str, int]]
+    metadata: Any
+
+    def load(self, items: list[Any]) -> None:
+        """Call ``load_state_dict`` with ``items``, one for each entry."""
+        state: OrderedDict[str, Any] = OrderedDict(zip([key for key, _ in self.entries], items, strict=True))
+        if self.metadata is not None:
+            state._metadata = self.metadata  # type: ignore[attr-defined]
+        self.module.load_state_dict(state)
+
+
+@dataclass
+class Contents:
+    """Qualified names and what stands under each, in the order of ``state_dict()``; and names of the parameters."""
+
+    keys: list[str] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)  # id -> first qualified name
+
+
+def contents(module: nn.Module, *, what: Callable[[], str]) -> Contents:
+    """What ``module`` saves. Tied parameters appear under all their names.
+
+    Raises ``StateError`` (``what`` says where the module stands) for FSDP1 and for names that collide.
+    """
+    found = Contents()
+    _walk(module, "", found, set(), what)
+    if len(set(found.keys)) != len(found.keys):
+        twice = sorted({key for key in found.keys if found.keys.count(key) > 1})
+        raise StateError(f"{what()}: several parameters or buffers are called {', '.join(twice[:5])}")
+    return found
+
+
+def _walk(module: nn.Module, prefix: str, found: Contents, open_: set[int], what: Callable[[], str]) -> None:
+    trait = _trait(type(module))
+    if trait == "wrapper":
+        _walk(module.module, prefix, found, open_, what)  # type: ignore[arg-type]
+        return
+    if trait == "fsdp1":
+        raise StateError(f"{what()}: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard")
+    if id(module) in open_:
+        raise StateError(f"{what()}: module {prefix.rstrip('.') or type(module).__name__} contains itself")
+    if _has_foreign_hooks(module) or trait == "custom" or _patched(module):
+        _take_state_dict(module, prefix, found)
+        return
+    keys, items = found.keys, found.items
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            key = prefix + name
+            keys.append(key)
+            items.append(parameter)
+            found.parameters.setdefault(id(parameter), key)
+    transient = module._non_persistent_buffers_set
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in transient:
+            keys.append(prefix + name)
+            items.append(buffer)
+    if module._modules:
+        open_.add(id(module))
+        for name, child in module._modules.items():
+            if child is not None:
+                _walk(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.", found, open_, what)
+        open_.discard(id(module))
+
+
+@lru_cache(maxsize=4096)
+def _trait(kind: type[nn.Module]) -> str:
+    """ "wrapper", "fsdp1", "transparent", "custom" (its class customises the state dict) or "plain"."""
+    if issubclass(kind, (DistributedDataParallel, DataParallel)):
+        return "wrapper"
+    if any(base.__name__ == "FullyShardedDataParallel" for base in kind.__mro__):
+        return "fsdp1"
+    if any(base.__name__ in ("OptimizedModule", "ActivationWrapper") for base in kind.__mro__):
+        return "transparent"
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _SAVERS):
+        return "custom"
+    # torch's own overrides of this one only upgrade old versions.
+    loader = kind._load_from_state_dict
+    if loader is not nn.Module._load_from_state_dict and not loader.__module__.startswith(
+        "torch.nn.modules."
+    ):
+        return "custom"
+    return "plain"
+
+
+def _patched(module: nn.Module) -> bool:
+    return "state_dict" in module.__dict__ or "load_state_dict" in module.__dict__
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether there are state-dict hooks that are not FSDP2's; FSDP2's are called, to shard the parameters."""
+    if _trait(type(module)) == "transparent":
+        return False  # their hooks only do to names what we do
+    if module._state_dict_hooks:
+        return True
+    foreign = False
+    for kind in _HOOKS:
+        hooks = getattr(module, kind)
+        if not hooks:
+            continue
+        for hook in hooks.values():
+            hook = getattr(hook, "hook", hook)
+            if not getattr(hook, "__module__", "").startswith(_FSDP2):
+                foreign = True
+            elif kind == "_state_dict_pre_hooks":
+                hook(module, "", True)
+    return foreign
+
+
+def _take_state_dict(module: nn.Module, prefix: str, found: Contents) -> None:
+    if type(module).state_dict is nn.Module.state_dict or prefix:
+        state: Any = module.state_dict(prefix=prefix, keep_vars=True)
+    else:  # an override need not take arguments, unless it is called for a submodule
+        state = module.state_dict()
+    entries = []
+    for key, item in state.items():
+        entries.append((key[len(prefix) :] if key.startswith(prefix) else key, len(found.keys)))
+        found.keys.append(_strip(key))
+        found.items.append(item)
+    found.parts.append(Part(module, entries, getattr(state, "_metadata", None)))
+    for key, parameter in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
+        found.parameters.setdefault(id(parameter), _strip(key))
+
+
+def _strip(key: str) -> str:
+    for name in _TRANSPARENT:
+        key = key.replace(name + ".", "")
+    return key

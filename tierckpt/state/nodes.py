@@ -1,0 +1,173 @@
+"""Trees of checkpoints (docs/format.md, "Tree"): laid over each other, listed, and built without a template."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierckpt.errors import IntegrityError
+from tierckpt.format import names, values
+from tierckpt.format.canonical import JSON
+from tierckpt.state import arrays
+from tierckpt.state.marks import rebuild
+
+MAPPINGS = ("dict", "OrderedDict", "defaultdict")
+SEQUENCES = ("list", "tuple", "namedtuple")
+
+
+class SavedNode:
+    """A node of one or several trees that were laid over each other.
+
+    ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others may have
+    a container. ``trees`` are the numbers of those that have the node.
+    """
+
+    __slots__ = ("children", "detail", "is_value", "kind", "name", "trees")
+
+    def __init__(self, kind: str, name: str, detail: Any) -> None:
+        self.kind = kind
+        self.name = name
+        self.detail = detail
+        self.is_value = kind == "value"
+        self.children: dict[str, Any] = {}  # name -> key
+        self.trees: set[int] = set()
+
+
+def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
+    """All nodes of ``trees`` by name, in order. Containers are united; where kinds differ, the first tree decides.
+
+    Raises ``IntegrityError`` for what is not a tree.
+    """
+    nodes: dict[str, SavedNode] = {}
+    for number, tree in enumerate(trees):
+        try:
+            _merge(tree, names.ROOT, nodes, number)
+        except (TypeError, ValueError, IndexError, KeyError) as error:
+            raise IntegrityError(f"tree {number} of the layout is malformed: {error}") from None
+    return nodes
+
+
+_DETAIL_LENGTHS = {"tensor": 1, "value": 1, "per_rank": 1, "array": 3, "namedtuple": 4, "subclass": 4}
+
+
+def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> None:
+    kind = tree[0]
+    if len(tree) != _DETAIL_LENGTHS.get(kind, 2) or not (
+        kind in _DETAIL_LENGTHS or kind in MAPPINGS or kind in SEQUENCES
+    ):
+        raise ValueError(f"node {str(tree)[:60]}")
+    node = nodes.get(name)
+    pairs = list(_children(tree))
+    if node is None:
+        detail = tree[1:] if kind in ("array", "namedtuple", "subclass") else None
+        node = nodes[name] = SavedNode(kind, name, detail)
+    elif node.kind != kind:
+        if kind == "value":
+            node.is_value = True
+            return
+        if node.kind == "value":
+            node.kind = kind
+            node.detail = tree[1:]
+        elif not (node.kind in MAPPINGS and kind in MAPPINGS) and not (
+            node.kind in SEQUENCES and kind in SEQUENCES
+        ):
+            return
+    node.trees.add(number)
+    prefix = "" if name == names.ROOT else name + "/"
+    for key, child in pairs:
+        below = prefix + names.join((key,))
+        node.children.setdefault(below, key)
+        _merge(child, below, nodes, number)
+
+
+def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
+    kind = tree[0]
+    if kind in MAPPINGS:
+        for key, child in tree[1]:
+            yield (key if type(key) is str else values.decode(key, what="a key of the tree")), child
+    elif kind in ("list", "tuple"):
+        yield from enumerate(tree[1])
+    elif kind == "namedtuple":
+        yield from enumerate(tree[3])
+    elif kind == "subclass":
+        for attribute, child in tree[2]:
+            yield attribute, child
+
+
+def names_of(tree: JSON) -> tuple[list[str], list[str], list[str]]:
+    """Names of the tensors, of the values and of the per-rank values of a tree, each in the order of the tree."""
+    nodes = merge([tree]).values()
+    return (
+        [node.name for node in nodes if node.kind in ("tensor", "array")],
+        [node.name for node in nodes if node.is_value],
+        [node.name for node in nodes if node.kind == "per_rank"],
+    )
+
+
+def build(
+    trees: Sequence[JSON],
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, JSON],
+    per_rank: Mapping[str, JSON],
+) -> Any:
+    """The state, nested as it was saved, without a template.
+
+    ``tensors`` are whole CPU tensors by name; aliases are the same object twice. ``values`` and ``per_rank`` are
+    encoded. A leaf that is in none of the mappings is left out: of dicts without trace, in lists and tuples as None.
+    Modules, optimizers and other objects come back as the dicts that they were saved as (an optimizer's
+    ``param_groups`` as a dict of groups, each with the names of its ``params``), tensor subclasses as the dict of
+    their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises ``IntegrityError`` for malformed input.
+    """
+    nodes = merge(trees)
+    if names.ROOT not in nodes:
+        raise IntegrityError("the layout has no tree")
+    found = _build(nodes[names.ROOT], nodes, tensors, values, per_rank)
+    return None if found is ABSENT else found
+
+
+ABSENT: Any = object()
+"""A leaf that is not there."""
+
+
+def _build(
+    node: SavedNode,
+    nodes: Mapping[str, SavedNode],
+    tensors: Mapping[str, torch.Tensor],
+    encoded: Mapping[str, JSON],
+    per_rank: Mapping[str, JSON],
+) -> Any:
+    kind, name = node.kind, node.name
+    if kind == "tensor":
+        return tensors.get(name, ABSENT)
+    if kind == "array":
+        return array_of(tensors[name], node) if name in tensors else ABSENT
+    if kind == "value":
+        return values.decode(encoded[name], what=readable(name)) if name in encoded else ABSENT
+    if kind == "per_rank":
+        if name not in per_rank:
+            return ABSENT
+        return rebuild(values.decode(per_rank[name], what=readable(name)), what=readable(name))
+    items = [
+        (key, _build(nodes[below], nodes, tensors, encoded, per_rank)) for below, key in node.children.items()
+    ]
+    if items and all(item is ABSENT for _, item in items):
+        return ABSENT
+    return container_of(node, items)
+
+
+def container_of(node: SavedNode, items: Sequence[tuple[Any, Any]]) -> Any:
+    """A new container of the kind of ``node`` with ``items`` by key; those that are absent are left out or None."""
+    if node.kind in SEQUENCES:
+        sequence = [None if item is ABSENT else item for _, item in items]
+        return sequence if node.kind == "list" else tuple(sequence)
+    pairs = ((key, item) for key, item in items if item is not ABSENT)
+    return OrderedDict(pairs) if node.kind == "OrderedDict" else dict(pairs)
+
+
+def array_of(tensor: torch.Tensor, node: SavedNode) -> arrays.Array:
+    """The numpy array of an "array" node."""
+    dtype, shape = node.detail
+    return arrays.from_tensor(tensor, dtype, tuple(shape))

@@ -1,0 +1,392 @@
+"""The plan of a save: which rank writes which piece, and where in its shard.
+
+``local_description`` is what ranks tell one another; ``compose`` makes of it the layout, the same on every
+rank; a ``WritePlan`` is one rank's part of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from math import prod
+from operator import mul
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tierckpt.errors import LayoutError
+from tierckpt.format import blob as blobs
+from tierckpt.format import shard
+from tierckpt.format.boxes import Box, contains, tiles
+from tierckpt.format.canonical import decode as decode_json
+from tierckpt.format.grid import REPLICATED, Cut, Mesh
+from tierckpt.format.layout import Entry, Layout
+from tierckpt.format.layout_plan import PLAN_DEPTH, Tree, ranges
+from tierckpt.state import balance
+from tierckpt.state.description import Description, local_description, read
+from tierckpt.state.layout import PLAIN, Described, host, is_live, local
+
+if TYPE_CHECKING:
+    from tierckpt import _native
+    from tierckpt.state.layout import Value
+
+__all__ = ["WritePlan", "compose", "local_description"]
+
+
+def compose(descriptions: Sequence[bytes], members: Sequence[Sequence[int]], world: int) -> Layout:
+    """The layout of a save: ``members[i]`` are the ranks that gave ``descriptions[i]``; each rank is in one
+    of them.
+
+    The order of the descriptions does not matter. Every rank computes it for itself and gets the same.
+
+    Raises ``LayoutError`` listing everything that does not fit: a name with different dtypes or shapes,
+    pieces that do not cover a tensor exactly once.
+    """
+    order = sorted(range(len(descriptions)), key=lambda i: min(members[i]))
+    groups = [sorted(members[i]) for i in order]
+    if sorted(chain.from_iterable(groups)) != list(range(world)):
+        raise ValueError(f"members must name each of {world} ranks once")
+    said = [
+        read(descriptions[i], world, what=f"description of rank {group[0]}")
+        for i, group in zip(order, groups, strict=True)
+    ]
+    composer = _Composer(said, groups)
+    entries = composer.entries()
+    if composer.problems:
+        raise LayoutError(
+            f"the state does not fit together on {world} ranks:\n  " + "\n  ".join(composer.problems)
+        )
+    trees: dict[bytes, list[int]] = {}
+    writers = {0}
+    for description, group in zip(said, groups, strict=True):
+        trees.setdefault(description.tree, []).extend(group)
+        if description.per_rank:
+            writers.update(group)
+    writers.update(min(group) for group in trees.values())
+    return Layout.build(
+        world,
+        composer.assign(world, entries),
+        [
+            Tree(ranges(sorted(group)), decode_json(tree, what="tree", depth=PLAN_DEPTH))
+            for tree, group in trees.items()
+        ],
+        ranges(sorted(writers)),
+    )
+
+
+class _Composer:
+    """Brings together what groups of ranks said about each name. A *row* is (group, number of the tensor in
+    it)."""
+
+    def __init__(self, said: list[Description], groups: list[list[int]]) -> None:
+        self.said = said
+        self.groups = groups
+        self.problems: list[str] = []
+        self._merged: dict[tuple[tuple[int, int], ...], Cut | str] = {}
+        self._alone: dict[int, Cut] = {}
+        self._offered: list[list[tuple[Box, list[int]]]] = []
+
+    def entries(self) -> list[Entry]:
+        """All tensors in order, grids without their writers. Pieces of listed ones: see ``assign``."""
+        rows: dict[str, list[tuple[int, int]]] = {}
+        for g, description in enumerate(self.said):
+            for i, name in enumerate(description.names):
+                rows.setdefault(name, []).append((g, i))
+        names = list(rows) if len(self.said) == 1 else sorted(rows)
+        targets = self._targets(rows)
+        found = []
+        for name in names:
+            held = rows[name]
+            g, i = held[0]
+            dtype, shape = self.said[g].dtypes[i], self.said[g].shapes[i]
+            if len(held) > 1 and self._differ(name, held):
+                continue
+            if dtype not in shard.DTYPES:
+                self.problems.append(f"{name}: dtype {dtype} cannot be stored")
+                continue
+            if name in targets:
+                found.append(Entry(name, dtype, shape, targets[name]))
+                continue
+            cuts = [self.said[g].cuts[i] for g, i in held]
+            listed = sum(isinstance(cut, tuple) for cut in cuts)
+            if not listed:
+                merged = self._merge(held)
+                if isinstance(merged, str):
+                    self.problems.append(f"{name}: {merged}")
+                else:
+                    found.append(Entry(name, dtype, shape, None, merged))
+            elif listed == len(held):
+                self._offer(name, shape, held)
+                found.append(Entry(name, dtype, shape))
+            else:
+                pieces = [row for row, cut in zip(held, cuts, strict=True) if isinstance(cut, tuple)]
+                others = [row for row in held if row not in pieces]
+                self.problems.append(
+                    f"{name}: ranks {self._ranks(pieces)} hold Pieces of it, ranks {self._ranks(others)} a "
+                    "tensor; use the same on all"
+                )
+        return found
+
+    def assign(self, world: int, entries: list[Entry]) -> list[Entry]:
+        """The same tensors with those who write them."""
+        grids = [entry for entry in entries if entry.alias is None and entry.cut is not None]
+        sizes = {kind: known.size for kind, known in shard.DTYPES.items()}
+        gridded = [
+            balance.Gridded(entry.cut, entry.shape, sizes[entry.dtype])
+            for entry in grids
+            if entry.cut is not None
+        ]
+        listed = [entry for entry in entries if entry.alias is None and entry.cut is None]
+        offered = [
+            balance.Offered(ranks, prod(box.size) * sizes[entry.dtype])
+            for entry, pieces in zip(listed, self._offered, strict=True)
+            for box, ranks in pieces
+        ]
+        choices, writers = balance.choose(world, gridded, offered)
+        choice, writer, pieces_of = iter(choices), iter(writers), iter(self._offered)
+        found = []
+        for entry in entries:
+            if entry.alias is None and entry.cut is None:
+                pieces = [(next(writer), box) for box, _ in next(pieces_of)]
+                entry = entry._replace(pieces=pieces)
+            elif entry.alias is None:
+                first, split = next(choice)
+                if first or split > 1:
+                    entry = entry._replace(writer=first, split=split)
+            found.append(entry)
+        return found
+
+    def _ranks(self, rows: Iterable[tuple[int, int]]) -> str:
+        spans = ranges(sorted(chain.from_iterable(self.groups[g] for g, _ in rows)))
+        return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+
+    def _differ(self, name: str, held: list[tuple[int, int]]) -> bool:
+        """Whether groups disagree on dtype or shape: a problem."""
+        kinds: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+        for g, i in held:
+            kinds.setdefault((self.said[g].dtypes[i], self.said[g].shapes[i]), []).append((g, i))
+        if len(kinds) == 1:
+            return False
+        each = [f"{kind} {list(shape)} on ranks {self._ranks(rows)}" for (kind, shape), rows in kinds.items()]
+        self.problems.append(f"{name}: {', but '.join(each)}")
+        return True
+
+    def _targets(self, rows: Mapping[str, list[tuple[int, int]]]) -> dict[str, str]:
+        """Aliases and their targets: those on which all groups that have the name agree."""
+        said: dict[str, set[str]] = {}
+        for description in self.said:
+            for i, target in enumerate(description.aliases):
+                if target != i:
+                    said.setdefault(description.names[i], set()).add(description.names[target])
+        found = {}
+        for name, targets in said.items():
+            target = next(iter(targets))
+            if len(targets) == 1 and all(self.said[g].aliases[i] != i for g, i in rows[name]):
+                found[name] = target
+        # Where the target is itself an alias elsewhere, both keep their own bytes.
+        return {name: target for name, target in found.items() if target not in found}
+
+    def _merge(self, held: list[tuple[int, int]]) -> Cut | str:
+        """One cut of what several groups hold as grids or as a whole, or what is wrong."""
+        if len(held) == 1:
+            g, i = held[0]
+            cut = self.said[g].cuts[i]
+            if cut is None:
+                if g not in self._alone:
+                    self._alone[g] = Cut.replicated(self.groups[g])
+                return self._alone[g]
+        key = tuple([(g, id(self.said[g].cuts[i])) for g, i in held])
+        found = self._merged.get(key)
+        if found is None:
+            cuts = [(g, cut) for g, i in held if not isinstance(cut := self.said[g].cuts[i], tuple)]
+            found = self._merged[key] = _merge(cuts, self.groups)
+        return found
+
+    def _offer(self, name: str, shape: tuple[int, ...], held: list[tuple[int, int]]) -> None:
+        """Collect listed pieces. The same box on several ranks is one piece that any of them can write."""
+        pieces: dict[Box, list[int]] = {}
+        for g, i in held:
+            boxes = self.said[g].cuts[i]
+            assert isinstance(boxes, tuple)
+            if len(set(boxes)) != len(boxes):
+                self.problems.append(f"{name}: ranks {self._ranks([(g, i)])} hold the same box twice")
+            for box in boxes:
+                pieces.setdefault(box, []).extend(self.groups[g])
+        # A rank that gave the same box twice counts once.
+        offered = [(box, sorted(set(ranks))) for box, ranks in sorted(pieces.items())]
+        wrong = tiles(shape, [box for box, _ in offered], lambda p: f"ranks {_text(offered[p][1])}")
+        if wrong is not None:
+            self.problems.append(f"{name}: {wrong}; held by ranks {self._ranks(held)}")
+        self._offered.append(offered)
+
+
+def _text(ranks: Sequence[int]) -> str:
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges(ranks))
+
+
+def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut | str:
+    by_cut: dict[Cut, set[int]] = {}
+    whole: set[int] = set()
+    for g, cut in cuts:
+        if cut is None:
+            whole.update(groups[g])
+        else:
+            by_cut.setdefault(cut, set()).update(groups[g])
+    stacks: dict[tuple[Any, ...], list[Cut]] = {}
+    for cut, ranks in by_cut.items():
+        spanned = set(cut.mesh)
+        if not spanned <= ranks:
+            return (
+                f"it is cut over ranks {_text(sorted(spanned))}, but ranks {_text(sorted(spanned - ranks))} of these do "
+                "not hold it, or not cut like that"
+            )
+        if cut.order:
+            stacks.setdefault((cut.mesh.shape, cut.placements, cut.order), []).append(cut)
+        else:
+            whole |= spanned
+    if whole:
+        # Those who hold all of it are enough, whoever else holds a part.
+        return Cut.replicated(sorted(whole))
+    # Each of these grids holds all of the tensor. Equal ones on different ranks are replicas.
+    stack = min(stacks.values(), key=lambda stack: min(min(cut.mesh) for cut in stack))
+    if len(stack) == 1:
+        return stack[0]
+    stack.sort(key=lambda cut: min(cut.mesh))
+    first = stack[0]
+    mesh = Mesh.of(list(chain.from_iterable(cut.mesh for cut in stack)), (len(stack), *first.mesh.shape))
+    return Cut(mesh, (REPLICATED, *first.placements), tuple([d + 1 for d in first.order]))
+
+
+class WritePlan:
+    """What one rank writes: its shard as rows of a copy table, in the order of the shard.
+
+    ``header``: of the shard; None when this rank writes nothing. ``blob``: the capacity of the blob in
+    bytes; None when there is none. The first row is the header, then come the pieces, the last is the blob.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, described: Mapping[str, Described], blob: int | None = None
+    ) -> None:
+        """``blob``: bytes of this rank's encoded values, before padding; only looked at when the layout
+        wants them.
+
+        Raises ``LayoutError`` when the header would be too large, or when ``described`` is not what the
+        layout was composed of.
+        """
+        self.layout = layout
+        self.layout_bytes = layout.encode()
+        self.layout_hash = layout.hash
+        self.rank = rank
+        self.blob: int | None = None
+        if layout.has_blob(rank):
+            if blob is None:
+                raise LayoutError(f"rank {rank} stores values, but was given none")
+            self.blob = blobs.capacity(blob)
+        boxes: dict[tuple[str, int], Box] = {}
+        pieces = []
+        for i, k, box in layout.rank_pieces(rank):
+            name = layout.name(i)
+            boxes[name, k] = box
+            pieces.append((name, k, layout.dtype(i), box.size))
+        self.header: shard.Header | None = None
+        self._rows: list[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._steps: list[tuple[int, int]] = []  # (row, bytes) of pieces that begin inside a local tensor
+        self._columns = [array("q") for _ in range(6)]
+        if not pieces and self.blob is None:
+            return
+        self.header = shard.build(pieces, layout=self.layout_hash, rank=rank, blob=self.blob)
+        self._head = array("B", self.header.data)
+        self._add_bytes(0, self.header.header_size)
+        entries = self.header.entries if self.blob is None else self.header.entries[:-1]
+        for entry in entries:
+            self._add(entry, boxes[entry.tensor, entry.k], described.get(entry.tensor))
+        if self.blob is not None:
+            self._add_bytes(self.header.entries[-1].offset, self.blob)
+
+    def _add_bytes(self, offset: int, size: int) -> None:
+        for column, number in zip(self._columns, (offset, 1, 1, size, 1, 1), strict=True):
+            column.append(number)
+
+    def _add(self, entry: shard.Entry, box: Box, described: Described | None) -> None:
+        found = None
+        for number, (held, tensor) in enumerate(described.pieces if described is not None else ()):
+            if held == box or contains(held, box):
+                found = number, held, tensor
+                break
+        if found is None:
+            raise LayoutError(f"{entry.tensor}: rank {self.rank} should write {box}, which it does not hold")
+        number, held, tensor = found
+        item = tensor.element_size()
+        strides = tensor.stride()
+        # What `host` copies is in row-major order.
+        steps = strides if is_live(tensor) else tuple(accumulate(tensor.shape[:0:-1], mul, initial=1))[::-1]
+        offsets, items, ndims, shapes, far, near = self._columns
+        offsets.append(entry.offset)
+        items.append(item)
+        ndims.append(len(box.size))
+        shapes.extend(box.size)
+        if box.size:
+            far.extend(list(accumulate(box.size[:0:-1], mul, initial=item))[::-1])
+            near.extend([item * n for n in steps])
+        if held != box:
+            skipped = sum((a - b) * n for a, b, n in zip(box.offset, held.offset, steps, strict=True))
+            self._steps.append((len(self._rows) + 1, skipped * item))
+        self._rows.append((entry.tensor, number, tensor.shape, strides, tensor.dtype))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shard; 0 when this rank writes nothing."""
+        return self.header.size if self.header is not None else 0
+
+    def table(self) -> _native.CopyTable:
+        """The geometry of all rows, for any number of copies."""
+        from tierckpt import _native
+
+        return _native.CopyTable(*self._columns)
+
+    def pointers(
+        self, tensors: Mapping[str, Value], blob: bytes | None = None
+    ) -> tuple[array[int], list[object]]:
+        """The address of the first element of each row as it is now, and what must be kept alive while they
+        are used.
+
+        ``tensors``: the live values, by name; ``blob``: the encoded values, not padded. Tensors whose
+        memory does not hold their values (other devices, lazily conjugated or negated views) are copied to
+        memory of their own.
+
+        Raises ``LayoutError`` naming a tensor that is not there any more or has other shape, strides or
+        dtype than when this was planned, and for a blob that has outgrown its capacity: then it must be
+        planned anew.
+        """
+        if self.header is None:
+            return array("Q"), []
+        keep: list[object] = [self._head]
+        found = array("Q", [self._head.buffer_info()[0]])
+        append = found.append
+        for name, number, shape, strides, dtype in self._rows:
+            value = tensors.get(name)
+            if value is None:
+                raise LayoutError(f"{name}: it is not in the state any more; plan anew")
+            tensor = value if type(value) in PLAIN else local(value, number)
+            assert isinstance(tensor, torch.Tensor)
+            if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype:
+                raise LayoutError(
+                    f"{name}: shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype} are not "
+                    f"{list(shape)}, {list(strides)}, {dtype} as planned; plan anew"
+                )
+            memory, live = host(tensor)
+            if not live:
+                keep.append(memory)
+            append(memory.data_ptr())
+        if self.blob is not None:
+            if blob is None or blobs.capacity(len(blob)) != self.blob:
+                raise LayoutError(
+                    f"{0 if blob is None else len(blob)} bytes of values do not go into {self.blob}; plan anew"
+                )
+            padded = array("B", blobs.pad(blob, self.blob))
+            keep.append(padded)
+            append(padded.buffer_info()[0])
+        for row, skipped in self._steps:
+            found[row] += skipped
+        return found, keep

@@ -1,0 +1,159 @@
+"""Plans of saves, kept as long as the state keeps its layout."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from tierckpt.errors import LayoutError
+from tierckpt.format import blob as blobs
+from tierckpt.format import shard, values
+from tierckpt.format.canonical import JSON
+from tierckpt.format.digest import derive
+from tierckpt.format.layout import Layout
+from tierckpt.state.layout import Described, Describer
+from tierckpt.state.live import readable
+from tierckpt.state.plan import WritePlan, compose, local_description
+from tierckpt.state.tree import Flat, flatten
+
+if TYPE_CHECKING:
+    from tierckpt import _native
+    from tierckpt.group import Group
+
+
+@dataclass
+class Prepared:
+    """One save of one rank, ready to be copied.
+
+    ``told``: what the ranks said in the vote. ``table``, ``pointers``: None when this rank writes nothing. ``keep``: what
+    must stay alive while the pointers are used. ``total``: bytes that all ranks write, roughly.
+    """
+
+    told: list[bytes]
+    plan: WritePlan
+    table: _native.CopyTable | None
+    pointers: array[int]
+    keep: list[object]
+    total: int
+
+
+@dataclass
+class _Taken:
+    """A state taken apart: what it holds and what this rank says of it."""
+
+    flat: Flat
+    described: dict[str, Described]
+    description: bytes
+    encoded: dict[str, JSON]
+    per_rank: dict[str, JSON]
+
+
+class Planner:
+    """Plans for the ranks of ``group``. The plan of the last layout is kept: while it lasts, a save takes one vote."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._describer = Describer(group.global_ranks)
+        self._key: tuple[bytes, ...] = ()
+        self._layout: Layout | None = None
+        self._plan: WritePlan | None = None
+        self._table: _native.CopyTable | None = None
+        self._total = 0
+
+    def prepare(self, state: Any) -> None:
+        """Plan ahead. Collective."""
+        self.plan(state, "planning", lambda: b"")
+
+    def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Prepared:
+        """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote. Collective.
+
+        Raises, on all ranks:
+            StateError, LayoutError: the state cannot be saved.
+            Whatever ``mine`` raises.
+        """
+        taken: list[_Taken] = []
+
+        def part() -> bytes:
+            said = mine()
+            taken.append(self._take_apart(state))
+            return derive("description", taken[0].description) + said
+
+        results = self._group.vote(what, part)
+        key = tuple(result[:32] for result in results)
+        if key != self._key or self._layout is None:
+            self._compose(what, key, taken[0].description)
+        layout = self._layout
+        assert layout is not None
+        plan, table, pointers, keep = self._write_plan(layout, taken[0])
+        return Prepared([result[32:] for result in results], plan, table, pointers, keep, self._total)
+
+    def _take_apart(self, state: Any) -> _Taken:
+        flat = flatten(state)
+        describe = self._describer.describe
+        described = {name: describe(tensor, name=name) for name, tensor in flat.tensors.items()}
+        description = local_description(
+            described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size
+        )
+        return _Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
+
+    def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
+        """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""
+        members: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(key):
+            members.setdefault(digest, []).append(rank)
+        speaks = members[key[self._group.rank]][0] == self._group.rank
+        said = self._group.exchange(description if speaks else b"")
+        found: list[Layout] = []
+
+        def part() -> bytes:
+            found.append(compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key)))
+            return json.dumps(found[0].hash).encode()
+
+        hashes = self._group.vote(what, part)
+        if len(set(hashes)) != 1:
+            raise LayoutError(f"{what}: ranks made different layouts of the same descriptions; do they run the same version?")
+        self._layout, self._key, self._plan = found[0], key, None
+        self._total = _total(found[0])
+
+    def _write_plan(
+        self, layout: Layout, taken: _Taken
+    ) -> tuple[WritePlan, _native.CopyTable | None, array[int], list[object]]:
+        rank = self._group.rank
+        blob = None
+        if layout.has_blob(rank):
+            own = dict(taken.encoded) if _speaks_for_tree(layout, rank) else {}
+            blob = blobs.encode({**own, **taken.per_rank})
+        plan = self._plan
+        if plan is not None and (plan.blob is None) == (blob is None):
+            try:
+                pointers, keep = plan.pointers(taken.flat.tensors, blob)
+                return plan, self._table, pointers, keep
+            except LayoutError:
+                # Strides changed, or the values outgrew their place: only this rank's shard looks different.
+                self._plan = None
+        plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
+        table = plan.table() if plan.header is not None else None
+        pointers, keep = plan.pointers(taken.flat.tensors, blob)
+        self._plan, self._table = plan, table
+        return plan, table, pointers, keep
+
+
+def _encoded(live: Mapping[str, Any]) -> dict[str, JSON]:
+    return {name: values.encode(value, path=readable(name)) for name, value in live.items()}
+
+
+def _speaks_for_tree(layout: Layout, rank: int) -> bool:
+    return any(tree.ranks[0][0] == rank for tree in layout.trees)
+
+
+def _total(layout: Layout) -> int:
+    """Bytes of all shards together, roughly: headers and blobs are estimated."""
+    found = 0
+    for i in range(len(layout)):
+        if layout.alias(i) == i:
+            found += prod(layout.shape(i)) * shard.dtype(layout.dtype(i)).size + 160
+    return found + sum(last + 1 - first for first, last in layout.writers) * 8192

@@ -1,0 +1,159 @@
+"""A live state as the target of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierckpt.errors import LayoutError
+from tierckpt.format import values as codec
+from tierckpt.format.canonical import JSON
+from tierckpt.state import live
+from tierckpt.state.live import Leaf, readable
+from tierckpt.state.marks import rebuild
+from tierckpt.state.matching import Matcher, replace_root
+from tierckpt.state.rng import Generators
+from tierckpt.state.tree import LiveTensor, merge
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint's layout says.
+
+    ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``trees``: the distinct
+    trees, that of the loading rank first if it has one.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    trees: Sequence[JSON]
+
+
+class Target:
+    """Holds ``state`` against ``saved`` without touching it, then puts the saved values into it.
+
+    The way to use it: make one; read the values it names; `check` them; if there are no ``problems``, fill
+    ``tensors`` (under ``torch.no_grad()``); `commit`.
+
+    ``tensors``
+        where the bytes of each tensor go: live tensors of the state, and new ones for optimizer state that it does not
+        have yet.
+    ``values``, ``per_rank``
+        names of the encoded values that are needed. Those of ``per_rank`` may be left out of what `check` gets, as in
+        a world of another size: then they stay as they are, and are listed in ``untouched``.
+    ``problems``
+        everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that differ,
+        optimizer groups that do not match.
+    ``unexpected``
+        names of saved leaves that this state does not have. Not among the problems: another rank may have them, so
+        what counts is the intersection over all ranks (see `unexpected_problems`).
+    ``untouched``
+        names of leaves of the state that stay as they are although ``keys`` includes them.
+
+    ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores keys that
+    are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them converts.
+    Raises ``StateError`` for a state that could not be saved either.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        saved: Saved,
+        *,
+        keys: Sequence[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> None:
+        self._state = state
+        self._root = live.walk(state, meta=True)
+        nodes = merge(saved.trees)
+        self._matcher = matcher = Matcher(nodes, saved.tensors, keys=keys, strict=strict, cast=cast)
+        self._plan = matcher.match(self._root)
+        if self._plan is not None and isinstance(state, tuple):
+            matcher.problem(
+                self._root.name, "the state is a tuple, whose values cannot be replaced; use a list"
+            )
+        self._decoded: dict[str, Any] | None = None
+        self._marked: dict[str, Any] = {}
+        self.unexpected = {
+            name
+            for name, node in nodes.items()
+            if not node.children and name not in matcher.seen and matcher.wanted(name) and _is_leaf(node.kind)
+        }
+
+    @property
+    def tensors(self) -> dict[str, LiveTensor]:
+        return self._matcher.tensors
+
+    @property
+    def values(self) -> list[str]:
+        return list(self._matcher.needed)
+
+    @property
+    def per_rank(self) -> list[str]:
+        return list(self._matcher.marks)
+
+    @property
+    def problems(self) -> list[str]:
+        return self._matcher.problems
+
+    @property
+    def untouched(self) -> list[str]:
+        return self._matcher.untouched
+
+    def check(self, values: Mapping[str, JSON], per_rank: Mapping[str, JSON]) -> list[str]:
+        """Decode the values and compare what only they can tell; touches nothing. Returns all ``problems``.
+
+        Raises ``IntegrityError`` for values that are malformed.
+        """
+        matcher = self._matcher
+        if self._decoded is not None:
+            return self.problems
+        decoded: dict[str, Any] = {}
+        for name, like in matcher.needed.items():
+            decoded[name] = codec.decode(values[name], what=readable(name), template=like)
+        for name, mark in matcher.marks.items():
+            if name not in per_rank:
+                matcher.untouched.append(name)
+                continue
+            template = None if mark.stateful else (mark.value, [])
+            captured = codec.decode(per_rank[name], what=readable(name), template=template)
+            self._marked[name] = rebuild(captured, what=readable(name))
+        for check in matcher.checks:
+            matcher.problems += check(decoded)
+        self._decoded = decoded
+        return self.problems
+
+    def commit(self, values: Mapping[str, JSON], per_rank: Mapping[str, JSON]) -> None:
+        """Put everything that is not a tensor's bytes into the state; ``tensors`` must have been filled.
+
+        Containers are changed in place; immutable ones are replaced in their parent. Objects that were saved through
+        ``state_dict()`` get their ``load_state_dict()`` in the order of the tree, then per-rank leaves are set, the
+        generators of `rng_state` last. Raises ``LayoutError`` if there are ``problems``, ``StateError`` for what an
+        object's ``load_state_dict()`` raises.
+        """
+        if self.check(values, per_rank):
+            raise LayoutError("\n".join(self.problems))
+        assert self._decoded is not None
+        if self._plan is not None:
+            found = self._plan(self._decoded)
+            if (
+                isinstance(self._root, Leaf)
+                and found is not self._state
+                and not replace_root(self._state, found)
+            ):
+                raise LayoutError(
+                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; put it in a dict"
+                )
+        marks = self._matcher.marks
+        for name in sorted(self._marked, key=lambda name: isinstance(marks[name].value, Generators)):
+            marks[name].restore(self._marked[name])
+
+
+def unexpected_problems(names: set[str]) -> list[str]:
+    """A line for each saved leaf that no rank's state has, in order."""
+    return [f"{readable(name)}: in the checkpoint, not in the state" for name in sorted(names)]
+
+
+def _is_leaf(kind: str) -> bool:
+    return kind in ("tensor", "array", "value", "per_rank")

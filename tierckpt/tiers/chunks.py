@@ -1,0 +1,157 @@
+"""One shard on its way into a place, and out of it: chunks, each digested once on the way in and checked on the way out."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from .. import _native
+from ..config import WRITE_ATTEMPTS, WRITE_BACKOFF
+from ..errors import IntegrityError, StoreError
+from ..format import shard
+from ..format.digest import chunk_count, chunk_digest, chunk_range, derive
+from ..format.layout import Layout
+from ..format.receipt import Receipt
+from .base import Place, Reader, Writer
+from .workers import workers
+
+#: Errors after which the same write may well succeed.
+PASSING = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET})
+
+
+class Source(Protocol):
+    """Where the bytes of a shard come from: a slot that holds a copy, or live state that stands still."""
+
+    size: int
+
+    def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
+        """Bytes [lo, hi) of the shard, in ``scratch`` or in memory of its own; page-aligned, and followed by memory up to
+        the next page boundary that may be written out too."""
+
+
+def write_shard(place: Place, name: str, source: Source) -> bytes:
+    """Write a shard durably; its chunk digests, one after the other. Passing errors are retried.
+
+    Raises:
+        StoreError: the place refused; what had been written is removed.
+    """
+    return retried(lambda: _write_shard(place, name, source))
+
+
+def _write_shard(place: Place, name: str, source: Source) -> bytes:
+    writer = place.writer(name, source.size)
+    try:
+        digests: list[bytes] = [b""] * chunk_count(source.size)
+
+        def work(index: int, scratch: _native.Buffer) -> None:
+            lo, hi = chunk_range(index, source.size)
+            data = source.chunk(lo, hi, scratch)
+            digests[index] = chunk_digest(data)
+            _write_padded(writer, lo, data)
+
+        workers().each(len(digests), work)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return b"".join(digests)
+
+
+def _write_padded(writer: Writer, offset: int, data: memoryview) -> None:
+    missing = -data.nbytes % writer.alignment
+    if missing:
+        # Direct writes come in whole blocks; the writer cuts the file to its size in the end.
+        block = _native.Buffer(data.nbytes + missing)
+        memoryview(block)[: data.nbytes] = data
+        writer.write(offset, block)
+    else:
+        writer.write(offset, data)
+
+
+def retried(attempt: Callable[[], bytes]) -> bytes:
+    """The result of ``attempt``, made again a few times after errors that pass by themselves."""
+    for number in range(WRITE_ATTEMPTS):
+        try:
+            return attempt()
+        except StoreError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in PASSING or number == WRITE_ATTEMPTS - 1:
+                raise
+        time.sleep(WRITE_BACKOFF * 2**number)
+    raise AssertionError("unreachable")
+
+
+def read_chunks(
+    reader: Reader,
+    receipt: Receipt,
+    indices: Sequence[int],
+    use: Callable[[int, int, memoryview], None],
+    *,
+    url: str,
+    damaged: Callable[[IntegrityError], None] | None = None,
+) -> None:
+    """Read chunks of a shard, check each against the receipt, and only then hand it to ``use(lo, hi, bytes)``.
+
+    ``use`` is called from several threads. ``damaged`` is told of chunks that are wrong instead of the first being raised.
+
+    Raises:
+        IntegrityError: names the file, the chunk, what was expected and what was found.
+    """
+
+    def work(number: int, scratch: _native.Buffer) -> None:
+        index = indices[number]
+        lo, hi = chunk_range(index, receipt.size)
+        try:
+            data = read_chunk(reader, receipt, index, scratch, url=url)
+        except IntegrityError as error:
+            if damaged is None:
+                raise
+            damaged(error)
+        else:
+            use(lo, hi, data)
+
+    workers().each(len(indices), work)
+
+
+def read_chunk(reader: Reader, receipt: Receipt, index: int, scratch: _native.Buffer, *, url: str) -> memoryview:
+    """One verified chunk, in ``scratch`` (a page-aligned buffer of one chunk)."""
+    lo, hi = chunk_range(index, receipt.size)
+    got = min(reader.read_into(lo, scratch), hi - lo)
+    if got < hi - lo:
+        raise IntegrityError(f"{url}/{receipt.name}: chunk {index} ends after {got} of {hi - lo} bytes")
+    data = memoryview(scratch)[: hi - lo]
+    found, expected = chunk_digest(data), receipt.chunk(index)
+    if found != expected:
+        raise IntegrityError(
+            f"{url}/{receipt.name}: chunk {index} (bytes {lo}–{hi}) is damaged: expected {expected.hex()}, found {found.hex()}"
+        )
+    return data
+
+
+def read_header(reader: Reader, receipt: Receipt, *, url: str) -> shard.StoredHeader:
+    """The verified header of a shard.
+
+    Raises:
+        IntegrityError: it is damaged, or no header.
+    """
+    name = f"{url}/{receipt.name}"
+    data = bytearray(receipt.header_size)
+    got = reader.read_into(0, data)
+    found = derive("header", memoryview(data)[:got]).hex()
+    if found != receipt.header_digest:
+        raise IntegrityError(f"{name}: the header (chunk 0) is damaged: expected {receipt.header_digest}, found {found}")
+    return shard.parse(bytes(data), name=name, size=receipt.size)
+
+
+def check_header(
+    header: shard.StoredHeader, layout: Layout, layout_hash: str, rank: int, *, name: str
+) -> tuple[shard.Entry, ...]:
+    """The entries of a shard's header, which must be those that its layout says.
+
+    Raises:
+        IntegrityError: names the first that differs.
+    """
+    pieces = ((layout.name(i), k, layout.dtype(i), box.size) for i, k, box in layout.rank_pieces(rank))
+    return shard.check(header, pieces, layout=layout_hash, rank=rank, blob=layout.has_blob(rank), name=name)

@@ -1,0 +1,294 @@
+"""The disk tier: a folder on a local or shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import _native
+from ..errors import IntegrityError, StoreError
+from .base import FileInfo, Place, Reader, Writer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+#: O_DIRECT wants offsets, lengths and addresses in multiples of the logical block size; 4 KiB suits every device.
+ALIGNMENT = 4096
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+class DiskPlace(Place):
+    """A folder. Shards go past the page cache where the file system allows it (O_DIRECT).
+
+    Args:
+        root: the folder; made by :meth:`prepare`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(os.fspath(root)))
+        self.url = str(self.root)
+
+    def __repr__(self) -> str:
+        return f"DiskPlace({self.url!r})"
+
+    def _path(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def prepare(self) -> None:
+        self._make_folder(self.url)
+
+    def exists(self) -> bool:
+        return self.root.is_dir()
+
+    def read(self, name: str, limit: int) -> bytes:
+        fd = self._open_regular(name)
+        try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise IntegrityError(f"{self._path(name)}: {size} bytes, but such a file has at most {limit}")
+            with self._told(name, "read"):
+                data = bytearray(size)
+                got = _native.read_at(fd, data, 0) if size else 0
+            return bytes(data[:got])
+        finally:
+            os.close(fd)
+
+    def open(self, name: str) -> Reader:
+        fd = self._open_regular(name)
+        return _DiskReader(self, name, fd, os.fstat(fd).st_size)
+
+    def _open_regular(self, name: str) -> int:
+        # O_NONBLOCK: a fifo put in the place of a file must not hang the reader.
+        path = self._path(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(errno.ENOENT, "no such file in the store", path) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise IntegrityError(f"{path}: not a regular file") from None
+            raise StoreError(f"cannot open {path}: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise IntegrityError(f"{path}: not a regular file")
+        return fd
+
+    def size(self, name: str) -> int | None:
+        try:
+            info = os.lstat(self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot look at {self._path(name)}: {error.strerror}") from error
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        temporary = f"{folder}/.{base}.{secrets.token_hex(8)}.tmp"
+        with self._told(name, "write"):
+            self._make_folder(folder)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                try:
+                    _native.write_at(fd, data, 0)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                created = _publish(temporary, path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            _fsync_folder(folder)
+        return created
+
+    def writer(self, name: str, size: int) -> Writer:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        with self._told(name, "write"):
+            self._make_folder(folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fd, direct = _native.open_direct(folder_fd, base, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            finally:
+                os.close(folder_fd)
+        return _DiskWriter(self, name, fd, size, ALIGNMENT if direct else 1)
+
+    def list(self, folder: str = "") -> Iterator[FileInfo]:
+        stack = [folder]
+        while stack:
+            here = stack.pop()
+            try:
+                entries = os.scandir(self._path(here))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise StoreError(f"cannot list {self._path(here)}: {error.strerror}") from error
+            with entries:
+                for entry in entries:
+                    name = f"{here}/{entry.name}" if here else entry.name
+                    try:
+                        info = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # removed since the folder was listed
+                        continue
+                    if stat.S_ISDIR(info.st_mode):
+                        stack.append(name)
+                        continue
+                    kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
+                    yield FileInfo(name, info.st_size, info.st_mtime, kind)
+
+    def remove(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with self._told(name, "remove"), contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+            while "/" in name:
+                name = name.rpartition("/")[0]
+                folders.add(name)
+        for folder in sorted(folders, key=len, reverse=True):
+            try:
+                os.rmdir(self._path(folder))
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
+                    raise StoreError(f"cannot remove {self._path(folder)}: {error.strerror}") from error
+
+    def free(self) -> int | None:
+        try:
+            info = os.statvfs(self.url)
+        except OSError as error:
+            raise StoreError(f"cannot look at {self.url}: {error.strerror}") from error
+        return info.f_bavail * info.f_frsize
+
+    def _make_folder(self, path: str) -> None:
+        """Make a folder and those above it; each new one is durable in its parent.
+
+        Many processes may do this at once, on file systems that show each other's folders late: that somebody else has
+        made it is all we need to know.
+        """
+        try:
+            os.mkdir(path, 0o777)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(path))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o777)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder {path}: {error.strerror}") from error
+        _fsync_folder(os.path.dirname(path))
+
+    @contextlib.contextmanager
+    def _told(self, name: str, verb: str) -> Iterator[None]:
+        """An OSError becomes a StoreError that names the file; the OSError is its cause."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StoreError(f"cannot {verb} {self._path(name)}: {reason}") from error
+
+
+class _DiskReader(Reader):
+    def __init__(self, place: DiskPlace, name: str, fd: int, size: int) -> None:
+        self.name, self.size = name, size
+        self._place, self._fd = place, fd
+        self._direct: int | None = None
+        cached = _native.cached(fd, 0, size) if size >= ALIGNMENT else None
+        # Reading a file that is not cached through the page cache costs a second copy and evicts what others need.
+        if cached is not None and cached < 0.5:
+            with contextlib.suppress(OSError):
+                folder, base = os.path.split(place._path(name))
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    direct_fd, direct = _native.open_direct(folder_fd, base, os.O_RDONLY | os.O_NOFOLLOW)
+                finally:
+                    os.close(folder_fd)
+                if direct and os.path.sameopenfile(direct_fd, fd):
+                    self._direct = direct_fd
+                else:
+                    os.close(direct_fd)
+
+    def read_into(self, offset: int, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        with self._place._told(self.name, "read"):
+            if self._direct is not None and offset % ALIGNMENT == 0 and view.nbytes % ALIGNMENT == 0:
+                try:
+                    return _native.read_at(self._direct, view, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # the buffer is not aligned, or the file system changed its mind
+                        raise
+            return _native.read_at(self._fd, view, offset)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            if self._direct is not None:
+                os.close(self._direct)
+                self._direct = None
+
+
+class _DiskWriter(Writer):
+    def __init__(self, place: DiskPlace, name: str, fd: int, size: int, alignment: int) -> None:
+        self.name, self.alignment = name, alignment
+        self._place, self._fd, self._size = place, fd, size
+
+    def write(self, offset: int, buffer: Buffer) -> None:
+        with self._place._told(self.name, "write"):
+            _native.write_at(self._fd, buffer, offset)
+
+    def commit(self) -> None:
+        with self._place._told(self.name, "write"):
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            _fsync_folder(os.path.dirname(self._place._path(self.name)))
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+        self._place.remove([self.name])
+
+
+def _fsync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # file systems that have no such operation
+            raise
+    finally:
+        os.close(fd)
+
+
+def _publish(temporary: str, path: str) -> bool:
+    """Give a finished file its name unless the name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+    else:
+        return True
+    # A file system without hard links.
+    libc = ctypes.CDLL(None, use_errno=True)
+    old, new = os.fsencode(temporary), os.fsencode(path)
+    if libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EEXIST:
+        return False
+    raise OSError(code, os.strerror(code), path)

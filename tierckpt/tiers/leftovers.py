@@ -1,0 +1,127 @@
+"""Which files of a store nothing refers to: retired checkpoints, saves that died, unfinished writes, unused layouts.
+
+Deleting them is the only way in which anything ever leaves a store, and this module the only place that says what may go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..format import paths
+from ..format.links import parse_time
+from .base import FileInfo
+from .store import Store
+
+
+@dataclass
+class Leftovers:
+    """What can be removed, and why.
+
+    Attributes:
+        retired: names of files of retired checkpoints whose grace has passed.
+        waiting: those of retired checkpoints that readers may still use.
+        dead: of saves that were never committed and never will be.
+        underway: of saves that may still be going on.
+        temporary: writes that did not finish.
+        layouts: layouts that no manifest in the store names.
+        foreign: files that do not belong to a store at all (never removed).
+    """
+
+    retired: list[FileInfo] = field(default_factory=list)
+    waiting: list[FileInfo] = field(default_factory=list)
+    dead: list[FileInfo] = field(default_factory=list)
+    underway: list[FileInfo] = field(default_factory=list)
+    temporary: list[FileInfo] = field(default_factory=list)
+    layouts: list[FileInfo] = field(default_factory=list)
+    foreign: list[FileInfo] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the removable files."""
+        return sum(info.size for info in (*self.retired, *self.dead, *self.temporary, *self.layouts))
+
+    @property
+    def removable(self) -> list[str]:
+        """Names in an order in which a crash in between leaves no receipt without its shard."""
+        names = [info.name for info in (*self.retired, *self.dead, *self.temporary, *self.layouts)]
+        return sorted(names, key=lambda name: (not name.endswith(".json"), name))
+
+
+def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None) -> Leftovers:
+    """Look through the whole store.
+
+    Args:
+        grace: seconds since its retirement for which a checkpoint's files stay.
+        sparing: (generation, step) that are being saved by this process.
+        own: the generation of this process: what of it is neither live nor spared is dead. Without one (None), saves of the
+            newest generation count as under way while their files are younger than ten minutes.
+    """
+    chain, now = store.chain, time.time()
+    live = {(ref.generation, ref.step) for ref in chain.live.values()}
+    retired = {(ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()}
+    spared = set(sparing)
+    found = Leftovers()
+    steps: dict[tuple[int, int], list[FileInfo]] = {}
+    layouts: list[FileInfo] = []
+    for info in store.place.list():
+        key = step_of(info.name)
+        if paths.is_temporary(info.name) and info.kind == "file":
+            if now - info.modified >= max(grace, _UNDER_WAY):
+                found.temporary.append(info)
+        elif info.kind != "file":
+            found.foreign.append(info)
+        elif key is not None:
+            steps.setdefault(key, []).append(info)
+        elif paths.parse_layout(info.name) is not None:
+            layouts.append(info)
+        elif info.name != paths.STORE and paths.parse_link(info.name) is None:
+            found.foreign.append(info)
+    kept = []
+    for key, files in steps.items():
+        if key in live or key in spared:
+            kept.append(key)
+        elif key in retired:
+            (found.retired if now - retired[key] >= grace else found.waiting).extend(files)
+        elif key[0] > chain.generation or (key[0] == chain.generation and key[0] != own and _young(files, now)):
+            found.underway.extend(files)
+        else:
+            found.dead.extend(files)
+    busy = bool(spared) or bool(found.underway) or bool(found.waiting)
+    if layouts and not busy:
+        found.layouts = _unused(store, layouts, kept)
+    return found
+
+
+def step_of(name: str) -> tuple[int, int] | None:
+    """(generation, step) of the checkpoint's folder in which a file lies; None if it lies elsewhere."""
+    parts = name.split("/")
+    return paths.parse_step_dir("/".join(parts[:2])) if len(parts) == 3 else None
+
+
+def belongs(name: str) -> bool:
+    """Whether a file in a checkpoint's folder has a name that such files have."""
+    return any(parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt))
+
+
+#: Seconds without a write after which an uncommitted save of somebody else's is taken to be dead.
+_UNDER_WAY = 600.0
+
+
+def _young(files: list[FileInfo], now: float) -> bool:
+    return any(now - info.modified < _UNDER_WAY for info in files)
+
+
+def _unused(store: Store, layouts: list[FileInfo], steps: list[tuple[int, int]]) -> list[FileInfo]:
+    """Layouts that no live checkpoint names. If a manifest cannot be read nothing is unused, to be safe."""
+    from ..errors import TierckptError
+
+    used = set()
+    refs = {(ref.generation, ref.step): ref for ref in store.chain.live.values()}
+    for key in steps:
+        try:
+            used.add(store.manifest(refs[key]).layout)
+        except TierckptError:
+            return []
+    return [info for info in layouts if paths.parse_layout(info.name) not in used]

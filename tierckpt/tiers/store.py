@@ -1,0 +1,213 @@
+"""A store: a durable place with its chain of signed links, its layouts and its checkpoints.
+
+Reading and publishing only; who may publish what, and when, is the coordinator's business (:mod:`tierckpt.agent`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+from ..errors import FencedError, IncompleteError, IntegrityError, StoreError, UntrustedError
+from ..format import paths
+from ..format.chain import Chain, CheckpointRef, Link
+from ..format.digest import CHUNK, derive
+from ..format.keys import SigningKey
+from ..format.layout import Layout
+from ..format.manifest import Manifest
+from ..format.receipt import Receipt
+from ..format.store import StoreInfo
+from .base import Place, Reader
+
+_DOCUMENT_LIMIT = 64 << 20
+_RECEIPT_LIMIT = 1 << 30
+_LAYOUT_LIMIT = 1 << 30
+#: Attempts to find a free number while others publish at the same time.
+_RACES = 1000
+
+
+class Store:
+    """An existing store whose chain has been read and whose signatures are valid (not: trusted; see ``trust``)."""
+
+    def __init__(self, place: Place, info: StoreInfo, chain: Chain) -> None:
+        self.place, self.info, self.chain = place, info, chain
+        self._lock = threading.Lock()
+        self.layout = lru_cache(maxsize=4)(self._layout)
+
+    @property
+    def run(self) -> str:
+        return self.info.run
+
+    @property
+    def url(self) -> str:
+        return self.place.url
+
+    @classmethod
+    def bare(cls, place: Place, run: str) -> Store:
+        """A store whose chain somebody else has read and believed: only what is named by a digest can be read."""
+        return cls(place, StoreInfo(run=run), Chain(run))
+
+    @classmethod
+    def open(cls, place: Place) -> Store:
+        """Read ``tierckpt.json`` and the chain.
+
+        Raises:
+            IncompleteError: there is no store, or one in which nothing was ever begun.
+            IntegrityError, UntrustedError: the chain is broken.
+        """
+        store = cls._open(place)
+        if store is None or store.chain.head is None:
+            raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
+        return store
+
+    @classmethod
+    def create(cls, place: Place, run: str) -> Store:
+        """Open the store at ``place``, made for ``run`` if there is none.
+
+        Raises:
+            StoreError: the place holds another run's store, or files that are none.
+        """
+        store = cls._open(place)
+        if store is None:
+            place.prepare()
+            foreign = next((f.name for f in place.list() if f.name != paths.STORE and not paths.is_temporary(f.name)), None)
+            if foreign is not None and place.size(paths.STORE) is None:
+                raise StoreError(
+                    f"{place.url} is no checkpoint store and is not empty (it holds {foreign}): choose a new or empty folder"
+                )
+            place.create(paths.STORE, StoreInfo(run=run).encode())
+            store = cls._open(place)
+            assert store is not None
+        return store
+
+    @classmethod
+    def _open(cls, place: Place) -> Store | None:
+        try:
+            data = place.read(paths.STORE, _DOCUMENT_LIMIT)
+        except FileNotFoundError:
+            if any(paths.parse_link(f.name) is not None for f in place.list(paths.CHAIN)):
+                raise IntegrityError(f"{place.url}/{paths.STORE} is missing, but there is a chain") from None
+            return None
+        info = StoreInfo.decode(data, what=f"{place.url}/{paths.STORE}")
+        store = cls(place, info, Chain(info.run))
+        numbers = {number for f in place.list(paths.CHAIN) if (number := paths.parse_link(f.name)) is not None}
+        store.refresh()
+        following = len(store.chain.links)
+        beyond = sorted(number for number in numbers if number >= following)
+        if beyond:
+            raise IntegrityError(f"{place.url}/{paths.link(following)} is missing, but there is {paths.link(beyond[0])}")
+        if store.chain.head is not None and store.chain.store != info.digest:
+            raise IntegrityError(f"{place.url}/{paths.STORE} is not the one that the chain began with")
+        return store
+
+    def refresh(self) -> list[Link]:
+        """Read the links that others have published meanwhile; those that are new."""
+        new = []
+        with self._lock:
+            while True:
+                name = paths.link(len(self.chain.links))
+                try:
+                    data = self.place.read(name, _DOCUMENT_LIMIT)
+                except FileNotFoundError:
+                    return new
+                new.append(self._append(data))
+
+    def _append(self, data: bytes) -> Link:
+        try:
+            return self.chain.append(data)
+        except (IntegrityError, UntrustedError) as error:
+            raise type(error)(f"{self.url}: {error}") from None
+
+    def publish(self, build: Callable[[Chain], Link | None], key: SigningKey) -> Link | None:
+        """Append the link that ``build`` makes of the newest chain, signed with ``key``.
+
+        ``build`` is asked again each time somebody else was faster; None means that nothing is left to publish.
+        """
+        for _ in range(_RACES):
+            self.refresh()
+            unsigned = build(self.chain)
+            if unsigned is None:
+                return None
+            link = unsigned.sign(key)
+            self.place.create(paths.link(link.number), link.encode())
+            self.refresh()  # reads back what is there: it may be our own even if it existed
+            if self.chain.links[link.number].digest == link.digest:
+                return link
+        raise StoreError(f"{self.url}: others publish without end; gave up after {_RACES} attempts")
+
+    def must_hold(self, run: str | None) -> None:
+        """Raise StoreError when the store is another run's than ``run`` (None: any)."""
+        if run and self.run != run:
+            raise StoreError(f"{self.url} holds run {self.run!r}, not {run!r}: each run needs a root of its own")
+
+    def endorse(self, key: SigningKey) -> bool:
+        """Introduce ``key`` if the chain does not know it; whether that was needed. Nobody else has endorsed it then."""
+        if key.public in self.chain.keys:
+            return False
+        self.publish(lambda chain: None if key.public in chain.keys else chain.introduce(key.public), key)
+        return True
+
+    def must_be_current(self, generation: int) -> None:
+        """Raise FencedError when a newer generation than ``generation`` has begun."""
+        if self.chain.generation > generation:
+            raise FencedError(
+                f"{self.url}: generation {self.chain.generation} of run {self.run} has begun; this process, of generation "
+                f"{generation}, can commit nothing any more"
+            )
+
+    def manifest(self, ref: CheckpointRef) -> Manifest:
+        """The manifest of a committed checkpoint, checked against its id."""
+        name = paths.manifest(ref.generation, ref.step)
+        data = self._document(name, _DOCUMENT_LIMIT, f"the manifest of step {ref.step}")
+        found = derive("manifest", data).hex()
+        if found != ref.id:
+            raise IntegrityError(f"{self.url}/{name}: digest {found}, but the chain committed {ref.id}")
+        manifest = Manifest.decode(data, what=f"{self.url}/{name}")
+        if (manifest.run, manifest.generation, manifest.step) != (self.run, ref.generation, ref.step):
+            raise IntegrityError(f"{self.url}/{name}: it is the manifest of another checkpoint")
+        return manifest
+
+    def _layout(self, digest: str) -> Layout:
+        name = paths.layout(digest)
+        data = self._document(name, _LAYOUT_LIMIT, "the layout")
+        found = derive("layout", data).hex()
+        if found != digest:
+            raise IntegrityError(f"{self.url}/{name}: digest {found}, not that of its name")
+        return Layout.decode(data, what=f"{self.url}/{name}")
+
+    def receipt(self, manifest: Manifest, rank: int) -> Receipt:
+        """The receipt of one shard of a checkpoint, checked against its manifest."""
+        name = paths.receipt(manifest.generation, manifest.step, rank)
+        data = self._document(name, _RECEIPT_LIMIT, f"the receipt of rank {rank}, step {manifest.step}")
+        receipt = Receipt.decode(data, what=f"{self.url}/{name}")
+        if receipt.rank != rank:
+            raise IntegrityError(f"{self.url}/{name}: it is the receipt of rank {receipt.rank}")
+        try:
+            manifest.check(receipt)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self.url}/{name}: {error}") from None
+        return receipt
+
+    def open_shard(self, receipt: Receipt) -> Reader:
+        """A reader of a shard's bytes; its size is that of the receipt."""
+        try:
+            reader = self.place.open(receipt.name)
+        except FileNotFoundError:
+            raise IncompleteError(f"{self.url}/{receipt.name} is missing") from None
+        if reader.size != receipt.size:
+            reader.close()
+            raise IntegrityError(f"{self.url}/{receipt.name}: {reader.size} bytes, expected {receipt.size}")
+        return reader
+
+    def _document(self, name: str, limit: int, what: str) -> bytes:
+        try:
+            return self.place.read(name, limit)
+        except FileNotFoundError:
+            raise IncompleteError(f"{self.url}/{name} ({what}) is missing") from None
+
+
+def put(place: Place, name: str, data: bytes) -> None:
+    """Make a document durable under ``name``; one that is there already must be the same."""
+    if not place.create(name, data) and place.read(name, max(len(data), CHUNK)) != data:
+        raise StoreError(f"{place.url}/{name} exists with other contents")
