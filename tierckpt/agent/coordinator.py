@@ -67,7 +67,7 @@ class Coordinator:
         store.must_hold(self.run)
         self._store = store
         key = self._key = trust.signing_key(store.run, self._given_key)
-        if store.chain.head is not None:
+        if store.chain.links:
             self.believe(store)
             if store.endorse(key):
                 warnings.warn(

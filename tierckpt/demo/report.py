@@ -68,7 +68,7 @@ def main(folder: Path | None = None, *, keep: bool = False) -> int:
         try:
             return 0 if _demo(space, console) else 1
         except DemoError as error:
-            console.print(f"[red]the demo could not run:[/red] {escape(str(error))}")
+            console.print(f"[red]the demo could not run:[/red] {escape(str(error))}", soft_wrap=True)
             return 2
 
 
@@ -164,11 +164,11 @@ def _train(space: Path, name: str, victim: int | None = None) -> tuple[Run, Kill
                 kill = _kill_in_save(job, root, log, victim)
             status = job.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise DemoError(f"training took longer than {LIMIT:.0f} s\n{_tail(log / 'output')}") from None
+            raise DemoError(f"training took longer than {LIMIT:.0f} s\n{_head(log / 'output')}") from None
         finally:
             _end(job)
     if status:
-        raise DemoError(f"training ended with status {status}\n{_tail(log / 'output')}")
+        raise DemoError(f"training ended with status {status}\n{_head(log / 'output')}")
     attempts: list[dict[int, str]] = []
     while (path := log / f"steps-{len(attempts)}-0").exists():
         pairs = (line.split() for line in path.read_text().splitlines())
@@ -216,7 +216,7 @@ def _load(space: Path, processes: int) -> Digests:
         [*module, str(space / "killed"), "--folder", str(log), "--steps", str(STEPS), "--load"], space
     )
     if done.returncode:
-        raise DemoError(f"loading on {processes} failed\n{done.stdout.decode(errors='replace')[-4000:]}")
+        raise DemoError(f"loading on {processes} failed\n{done.stdout.decode(errors='replace')[:4000]}")
     digests: Digests = json.loads((log / "digests.json").read_text())
     return digests
 
@@ -248,8 +248,14 @@ def _environment(space: Path) -> dict[str, str]:
     """The user's, but with keys, pins and settings of the demo's own: nothing is left in the home folder."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIERCKPT_")}
     folders = {"XDG_CONFIG_HOME": str(space / "config"), "XDG_STATE_HOME": str(space / "config")}
-    # Loopback by name: many containers cannot resolve their own.
-    return {**inherited, **folders, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launch = {
+        "OMP_NUM_THREADS": "1",
+        # Many containers cannot resolve their own name.
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Else a restarted group meets the addresses of the dead one in torchrun's store (pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return {**inherited, **folders, **launch}
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -263,8 +269,9 @@ def _end(job: subprocess.Popen[bytes]) -> None:
             job.wait()
 
 
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-4000:]
+def _head(path: Path) -> str:
+    """Where the first error is; torchrun's own report of it comes last and says less."""
+    return path.read_text(errors="replace")[:4000]
 
 
 @contextmanager

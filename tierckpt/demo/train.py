@@ -126,8 +126,8 @@ def main() -> None:
     else:
         train(job, options.root, options.folder, options.steps, options.every)
     if world:
-        # The group's threads must have let go of all tensors, and end, while Python can still be asked for its
-        # lock: so no rank leaves early, and the mesh, which holds the group, goes with the model.
+        # The group's threads must let go of all tensors, and end, while Python still hands out its lock: so
+        # no rank leaves early, and the mesh, which holds the group, goes with the model.
         dist.barrier()
         del job
         gc.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tierckpt.errors import IntegrityError, UntrustedError
@@ -26,6 +26,7 @@ __all__ = [
     "Chain",
     "CheckpointRef",
     "Commit",
+    "Head",
     "KeyLink",
     "Link",
     "LinkSummary",
@@ -34,6 +35,13 @@ __all__ = [
     "Started",
     "timestamp",
 ]
+
+
+class Head(NamedTuple):
+    """The newest link: its number and its digest, 64 hex digits."""
+
+    number: int
+    digest: str
 
 
 class LinkSummary(NamedTuple):
@@ -65,14 +73,14 @@ class Chain:
     """All that the links say up to the head. Links are appended in order, each checked against those before
     it.
 
-    ``run`` is the run and ``store_digest`` the digest of the ``tierckpt.json`` that the chain must belong to;
-    for ``None`` they are those of link 0.
+    ``run`` is the run that the chain must belong to; ``None`` takes that of link 0.
     """
 
-    def __init__(self, run: str | None = None, *, store_digest: str | bytes | None = None) -> None:
+    def __init__(self, run: str | None = None) -> None:
         self.run = None if run is None else store.check_run_id(run)
-        self.store = store_digest.hex() if isinstance(store_digest, bytes) else store_digest
-        """The store digest, hex."""
+        self.store: str | None = None
+        """The store digest, which link 0 binds; ``None`` before it."""
+        self.head: Head | None = None
         self.generation = 0
         """The current generation; 0 before the first link."""
         self.live: dict[int, CheckpointRef] = {}
@@ -88,12 +96,9 @@ class Chain:
         self._numbers: dict[CheckpointRef, int] = {}  # of live checkpoints: their commit links
         self._live: dict[int, dict[int, CheckpointRef]] = {}  # by generation, then by step
         self._ranges: list[tuple[int, int]] = []  # of the keys of `live`
-        self._introduced: dict[str, int] = {}  # keys: the links that introduced them first
+        self._introduced: dict[str, None] = {}  # keys, in the order of the chain
         self._endorsements: list[tuple[str, str]] = []  # introduced key, signer
-        self._by_digest: dict[str, int] = {}  # link numbers
         self._origins: list[CheckpointRef | None] = []  # of the begin links since the last commit
-
-
 
     def append(self, data: bytes, *, what: str | None = None, check_signature: bool = True) -> Link:
         """Check the bytes of the next link against all rules and take it in.
@@ -159,7 +164,7 @@ class Chain:
                     raise IntegrityError(f"{what}: retires {_name(checkpoint)}, which is not live")
             if len(set(body.checkpoints)) != len(body.checkpoints):
                 raise IntegrityError(f"{what}: retires a checkpoint twice")
-        elif body.introduces in self._introduced and key in ("", body.introduces):
+        elif body.introduces in self._introduced and key == body.introduces:
             raise IntegrityError(f"{what}: key {body.introduces} has been introduced before")
 
     def _ranges_after(self, body: Body) -> list[tuple[int, int]]:
@@ -179,7 +184,7 @@ class Chain:
         body = link.body
         self.run = link.run
         if not self.links:
-            self._introduced[link.key] = link.number
+            self._introduced[link.key] = None
         if isinstance(body, Begin):
             self.store = body.store
             self._origins.append(body.origin)
@@ -201,42 +206,12 @@ class Chain:
                 self.pinned.discard(checkpoint)
                 self.retired[checkpoint] = Retired(link.number, link.time)
         else:
-            self._introduced.setdefault(body.introduces, link.number)
+            self._introduced[body.introduces] = None
             if link.key != body.introduces:
                 self._endorsements.append((body.introduces, link.key))
         self._ranges = ranges
-        self._by_digest[digest] = link.number
+        self.head = Head(link.number, digest)
         self.links.append(LinkSummary(link.number, link.action, link.key, link.time, digest))
-
-
-
-    @property
-    def head_number(self) -> int:
-        """The number of the newest link; -1 for an empty chain."""
-        return len(self.links) - 1
-
-    @property
-    def head_digest(self) -> str:
-        """The digest of the newest link, hex; empty for an empty chain."""
-        return self.links[-1].digest if self.links else ""
-
-    @property
-    def head_key(self) -> str:
-        """The key that signed the newest link, hex; empty for an empty chain."""
-        return self.links[-1].key if self.links else ""
-
-    @property
-    def first_key(self) -> str:
-        """The key that signed link 0, hex; empty for an empty chain."""
-        return self.links[0].key if self.links else ""
-
-    def number_of(self, digest: str) -> int | None:
-        """The number of the link that has this digest (hex); ``None`` if there is none."""
-        return self._by_digest.get(digest)
-
-    def retired_at(self) -> list[tuple[CheckpointRef, str]]:
-        """The retired checkpoints with the times of the links that retired them, in chain order."""
-        return [(checkpoint, retired.time) for checkpoint, retired in self.retired.items()]
 
     def lineage(self) -> list[CheckpointRef]:
         """The live checkpoints that the current generation continues, newest first.
@@ -258,10 +233,6 @@ class Chain:
         lineage = self.lineage()
         return lineage[0] if lineage else None
 
-    def begins_since_commit(self) -> list[CheckpointRef | None]:
-        """What the begin links after the last commit continue, oldest first."""
-        return list(self._origins)
-
     def trailing_begins(self) -> int:
         """How often in a row the run has begun from the same checkpoint, with no commit since."""
         same = 0
@@ -272,16 +243,8 @@ class Chain:
     @property
     def keys(self) -> dict[str, bool]:
         """All keys that may sign, each with whether it is endorsed, directly or not, by the first one."""
-        endorsed = self.trusted_by([self.first_key])
+        endorsed = self.trusted_by([link.key for link in self.links[:1]])
         return {key: key in endorsed for key in self._introduced}
-
-    def unendorsed(self) -> list[tuple[str, int]]:
-        """The keys that are not endorsed, with the links that introduced them, in the order of the chain."""
-        return [(key, self._introduced[key]) for key, endorsed in self.keys.items() if not endorsed]
-
-    def endorsements(self) -> Iterator[tuple[str, str]]:
-        """(introduced key, key that endorsed it), in the order of the chain."""
-        return iter(self._endorsements)
 
     def trusted_by(self, pinned: Iterable[str]) -> frozenset[str]:
         """The pinned keys and those that they endorsed, directly or through others."""
@@ -298,15 +261,14 @@ class Chain:
 
     # Writing: the next link, still to be signed, encoded and appended
 
-    def begin(self, origin: CheckpointRef | None, *, time: str | None = None) -> Link:
-        """The link that begins the next generation, which continues ``origin``.
+    def begin(self, *, store: str, origin: CheckpointRef | None, time: str | None = None) -> Link:
+        """The link that begins the next generation, which continues ``origin``. ``store`` is the store
+        digest.
 
         This method and the next three raise ``IntegrityError`` if the rules do not allow the link now.
         ``time`` is what `timestamp` returns, by default now.
         """
-        if self.store is None:
-            raise ValueError("a new chain must be told the digest of its store")
-        return self._next(Begin(self.generation + 1, origin, self.store), time)
+        return self._next(Begin(self.generation + 1, origin, store), time)
 
     def commit(self, checkpoint: CheckpointRef, *, pinned: bool = False, time: str | None = None) -> Link:
         """The link that commits a checkpoint, which retention keeps for ever if it is pinned."""

@@ -20,8 +20,7 @@ from ..format.layout import Layout
 from ..format.manifest import Manifest
 from ..group import Group
 from ..state.layout import Describer, Destination, destination
-from ..state.target import Saved, Target, unexpected_problems
-from ..state.tree import build, names_of
+from ..state.tree import Saved, Target, build, names_of, unexpected_problems
 from ..tiers.base import Place
 from ..tiers.store import Store
 from ..tiers.verify import check_layout
@@ -109,6 +108,7 @@ def load(
         return None
     store = Store.bare(place, choice.run)
     skipped = list(choice.skipped)
+    failures: list[Exception] = []
     touched = False
     for ref in choice.refs:
         try:
@@ -119,6 +119,7 @@ def load(
         except _FALL_BACK as error:
             if not fallback or step is not None:
                 raise
+            failures.append(error)
             skipped.append(f"step {ref.step} (generation {ref.generation}): {error}")
             continue
         attempt.finish()
@@ -137,7 +138,9 @@ def load(
             seconds=time.perf_counter() - began,
         )
     state_of_it = " What was to be filled is now undefined." if touched else ""
-    raise IncompleteError(f"{place.url}: no checkpoint could be restored.{state_of_it} " + "; ".join(skipped))
+    damaged = all(isinstance(error, IntegrityError) for error in failures)
+    kind = IntegrityError if damaged else IncompleteError
+    raise kind(f"{place.url}: no checkpoint could be restored.{state_of_it} " + "; ".join(skipped))
 
 
 def decode_metadata(manifest: Manifest) -> Any:
@@ -327,11 +330,21 @@ class Contents:
         own = [tree for tree in trees if any(first <= rank <= last for first, last in tree.ranks)]
         ordered = own + [tree for tree in trees if tree not in own]
         self._homes: dict[str, int] = {}
+        self.tensors: dict[str, None] = {}
+        self.per_rank: dict[str, None] = {}
         for tree in ordered:
-            for name in names_of(tree.tree)[1]:
+            tensors, named, own_leaves = names_of(tree.tree)
+            self.tensors.update(dict.fromkeys(tensors))
+            self.per_rank.update(dict.fromkeys(own_leaves))
+            for name in named:
                 self._homes.setdefault(name, tree.ranks[0][0])
-        tensors = {name: (layout.dtype(i), layout.shape(i)) for i, name in enumerate(layout)}
-        self.saved = Saved(tensors, [tree.tree for tree in ordered])
+        kinds = {name: (layout.dtype(i), layout.shape(i)) for i, name in enumerate(layout)}
+        self.saved = Saved(kinds, [tree.tree for tree in ordered], self._homes.keys(), self.per_rank.keys())
+
+    @property
+    def values(self) -> list[str]:
+        """Names of all values that are no rank's own."""
+        return list(self._homes)
 
     def blobs_for(self, names: Sequence[str]) -> dict[int, list[str]]:
         """Which blobs to read for these values, and which of them from each."""
@@ -381,15 +394,11 @@ def _read(store: Store, ref: CheckpointRef, keys: Sequence[str] | None, rank: in
     layout = store.layout(manifest.layout)
     check_layout(store, manifest, layout)
     described = Contents(layout, rank)
-    trees = described.saved.trees
     wanted: list[Wanted] = []
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[int, torch.Tensor] = {}
-    listed: tuple[dict[str, None], ...] = ({}, {}, {})
-    for tree in trees:
-        for known, leaves in zip(listed, names_of(tree), strict=True):
-            known.update(dict.fromkeys(leaves))
-    chosen, chosen_values, chosen_own = (_select(list(known), keys) for known in listed)
+    leaves = (list(described.tensors), described.values, list(described.per_rank))
+    chosen, chosen_values, chosen_own = (_select(known, keys) for known in leaves)
     if keys is not None and not (chosen or chosen_values or chosen_own):
         raise LayoutError(f"keys={list(keys)!r}: nothing in step {ref.step} of {store.url} matches")
     for name in chosen:
@@ -418,7 +427,7 @@ def _read(store: Store, ref: CheckpointRef, keys: Sequence[str] | None, rank: in
                 found_values.update((name, _pick(blob, name, number)) for name in blobs[number])
                 if number == rank:
                     per_rank = {name: blob[name] for name in chosen_own if name in blob}
-    return build(trees, tensors, found_values, per_rank)
+    return build(described.saved.trees, tensors, found_values, per_rank)
 
 
 def _select(names_: Sequence[str], keys: Sequence[str] | None) -> list[str]:

@@ -28,7 +28,7 @@ PART = 4 << 20
 SLACK = 10
 """A rank may write so many per cent more than the level at which all would write the same."""
 
-_WINDOWS = 1 << 20  # Additions for which every place is tried for a box that is split.
+_WINDOWS = 1 << 16  # Additions for which every place is tried for a box that is split.
 
 
 class Gridded(NamedTuple):
@@ -177,8 +177,9 @@ class _Group:
             if load + nbytes > level and most > 1:
                 choice = self._split(now, nbytes, most, level, level - load)
             first, count = choices[i] = choice
-            for turn in range(count):
-                now[(first + turn) % self.cut.replicas] += -(-nbytes // count)
+            share = -(-nbytes // count)
+            now[first : first + count] += share
+            now[: max(0, first + count - self.cut.replicas)] += share
         self.loads[self.ranks] += (now - before)[:, None]
 
     def _split(self, now: torch.Tensor, nbytes: int, most: int, level: int, room: int) -> tuple[int, int]:

@@ -120,7 +120,8 @@ def read(data: bytes, world: int, *, what: str) -> Description:
     kinds = [str(kind) for kind in plan.array("dtypes")]
     text, ends = numbers["names"].tobytes(), numbers["name_ends"]
     stops = list(accumulate(numbers["ndims"], initial=0))
-    shapes = [tuple(numbers["shapes"][a:b]) for a, b in pairwise(stops)]
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes = [known.setdefault(shape := tuple(numbers["shapes"][a:b]), shape) for a, b in pairwise(stops)]
     pieces: dict[int, list[Box]] = {}
     at = 0
     for i in numbers["piece_tensors"]:
@@ -170,7 +171,7 @@ def _aliases(names: Sequence[str], rows: Sequence[Described]) -> Iterable[int]:
             address = row.pieces[0][1].data_ptr()
             if not address:
                 raise LayoutError(
-                    f"{names[i]}: its memory was freed (is it a parameter that is sharded now?); save it when it "
+                    f"{names[i]}: its memory was freed (a parameter that is sharded now?); save it when it "
                     "has values"
                 )
         elif 0 in row.shape:

@@ -9,20 +9,21 @@ from typing import Any
 from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays, live
-from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch, readable
+from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch
 from tierckpt.state.marks import LiveTensor
+from tierckpt.state.naming import readable
 from tierckpt.state.nodes import MAPPINGS
-
+from tierckpt.state.tensors import type_name
 
 
 @dataclass
 class Flat:
     """A state taken apart. All mappings are in the order of the tree; names are those of ``format.names``.
 
-    ``tensors`` are the live tensors themselves (parameters are not detached). ``values`` are live: encode them before
-    the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names the tensors that are
-    parameters or state of an ``Optimizer`` in the state: nothing but its step changes them.
-    """
+    ``tensors`` are the live tensors themselves (parameters are not detached). ``values`` are live: encode
+    them before the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names
+    the tensors that are parameters or state of an ``Optimizer`` in the state: nothing but its step changes
+    them."""
 
     tree: JSON
     tensors: dict[str, LiveTensor] = field(default_factory=dict)
@@ -34,8 +35,8 @@ class Flat:
 def flatten(state: Any) -> Flat:
     """Take ``state`` apart.
 
-    Raises ``StateError`` naming the path for what cannot be saved; values are looked at only when they are encoded.
-    """
+    Raises ``StateError`` naming the path for what cannot be saved; values are looked at only when they are
+    encoded."""
     root = live.walk(state)
     flat = Flat(None)
     fenced: set[int] = set()
@@ -59,7 +60,7 @@ def _emit(node: Node, flat: Flat, fenced: set[int], *, inside: bool) -> JSON:
     if isinstance(node, OptimizerBranch):
         for group in node.live.param_groups:
             fenced.update(map(id, group["params"]))
-    elif isinstance(node, ModuleBranch) and is_valueless(node):
+    elif isinstance(node, ModuleBranch) and node.is_valueless:
         flat.values[node.name] = OrderedDict(
             (key, child.live) for key, child in zip(node.keys, node.children, strict=True)
         )
@@ -106,15 +107,3 @@ def _mark(node: Node, found: set[str], fenced: set[int], *, inside: bool) -> Non
     inside = inside or (node.kind == "subclass" and id(node.live) in fenced)
     for child in node.children:
         _mark(child, found, fenced, inside=inside)
-
-
-def is_valueless(module: ModuleBranch) -> bool:
-    """Whether the module holds no tensors, and so is stored as one value."""
-    return all(child.kind == "value" for child in module.children)
-
-
-def type_name(value: object) -> str:
-    """How the class of ``value`` is written in a tree; it is compared, never looked up."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-

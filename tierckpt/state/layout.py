@@ -300,8 +300,8 @@ def _order(spec: Any, sizes: Sequence[int], name: str) -> list[int]:
             )
             if place is None:
                 raise LayoutError(
-                    f"{name}: {p} in {placements} over a mesh of shape {list(sizes)} makes pieces that are no "
-                    "boxes; redistribute it first"
+                    f"{name}: {p} in {placements} over a mesh of shape {list(sizes)} makes pieces that are "
+                    "no boxes; redistribute it first"
                 )
             before.insert(place, d)
     elif getattr(spec, "shard_order", None) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -15,14 +15,16 @@ from tierckpt.format import names, values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays, modules, optimizers
 from tierckpt.state.marks import PerRank, Pieces, is_stateful
-from tierckpt.state.tensors import PLAIN, is_dtensor, kind_of_subclass, obstacle
+from tierckpt.state.naming import below, readable
+from tierckpt.state.tensors import PLAIN, is_dtensor, is_uninitialized, kind_of_subclass, obstacle
 
 DEPTH_LIMIT = 64
 """Containers within containers down to a tensor."""
 
 
 class Leaf:
-    """A leaf: ``kind`` is "tensor" (a tensor or ``Pieces``), "array", "value" or "per_rank"; ``live`` the object."""
+    """A leaf: ``kind`` is "tensor" (a tensor or ``Pieces``), "array", "value" or "per_rank"; ``live`` the
+    object."""
 
     __slots__ = ("kind", "live", "name")
 
@@ -35,9 +37,8 @@ class Leaf:
 class Branch:
     """A container that holds tensors.
 
-    ``kind`` is that of the tree's node. ``keys`` has the key, index or attribute of each child. ``context`` is the
-    encoded context of a "subclass".
-    """
+    ``kind`` is that of the tree's node. ``keys`` has the key, index or attribute of each child. ``context``
+    is the encoded context of a "subclass"."""
 
     __slots__ = ("children", "context", "keys", "kind", "live", "name")
 
@@ -74,6 +75,11 @@ class ModuleBranch(Branch):
         super().__init__("OrderedDict", name, live, keys, children)
         self.parts = parts
 
+    @property
+    def is_valueless(self) -> bool:
+        """Whether it holds no tensors, and so is stored as one value."""
+        return all(child.kind == "value" for child in self.children)
+
 
 class OptimizerBranch(Branch):
     """An ``Optimizer``. ``groups`` names its parameters."""
@@ -101,23 +107,17 @@ class StatefulBranch(Branch):
         super().__init__("stateful", name, live, ("",), (child,))
 
 
-Node: TypeAlias = Union[Leaf, Branch]
+Node: TypeAlias = Leaf | Branch
 
 
 def walk(state: Any, *, meta: bool = False) -> Node:
     """The live tree of ``state``. ``meta`` lets tensors on the meta device pass.
 
-    A container without tensors is one value. Raises ``StateError`` naming the path for cycles and for tensors and
-    containers that cannot be saved.
-    """
+    A container without tensors is one value. Raises ``StateError`` naming the path for cycles and for tensors
+    and containers that cannot be saved."""
     walker = _Walker(state, meta=meta)
     node = walker.visit(state, names.ROOT)
     return Leaf("value", names.ROOT, state) if node is None else node
-
-
-def readable(name: str) -> str:
-    """The dotted form of a name, for messages."""
-    return names.dotted(names.split(name)) or "the state"
 
 
 _SCALARS = frozenset(
@@ -178,8 +178,8 @@ class _Walker:
         """Containers of other classes would come back as something else."""
         if found is not None:
             raise StateError(
-                f"{readable(name)}: a {type(value).__name__} that holds tensors is not supported; use a dict, an "
-                "OrderedDict, a list, a tuple or a named tuple"
+                f"{readable(name)}: a {type(value).__name__} that holds tensors is not supported; use a dict, "
+                "an OrderedDict, a list, a tuple or a named tuple"
             )
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
@@ -189,13 +189,13 @@ class _Walker:
 
     def _special_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         kind = type(tensor)
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_uninitialized(tensor):
             raise StateError(
                 f"{readable(name)}: the parameter of a lazy module is not initialised; run it once"
             )
         if is_dtensor(tensor):
             self._check(tensor, name)
-            local = tensor._local_tensor
+            local = tensor._local_tensor  # type: ignore[attr-defined]
             if type(local) not in PLAIN and kind_of_subclass(local) != "plain":
                 raise StateError(
                     f"{readable(name)}: unsupported subclass {type(local).__name__} inside a DTensor"
@@ -286,14 +286,16 @@ class _Walker:
             prefix + "state", optimizers.states(optimizer, groups, what=lambda: readable(name))
         )
         written = self._forced(prefix + "param_groups", optimizers.written_groups(optimizer, groups))
-        keys, children = ["state", "param_groups"], [states, written]
+        keys = ["state", "param_groups"]
+        children: list[Node] = [states, written]
         if groups.by_position:
             keys.append("positions")
             children.append(Leaf("value", prefix + "positions", optimizers.positions(optimizer)))
         return OptimizerBranch(name, optimizer, keys, children, groups)
 
     def _forced(self, name: str, live: dict[Any, Any]) -> Branch:
-        """A dict that is a container even without tensors, each of its items a leaf or a container of its own."""
+        """A dict that is a container even without tensors, each of its items a leaf or a container of its
+        own."""
         children: list[Node] = []
         prefix = below(name)
         for key, item in live.items():
@@ -321,11 +323,6 @@ class _Walker:
         node = self.visit(state, name)
         self._open.discard(identity)
         return StatefulBranch(name, value, Leaf("value", name, state) if node is None else node)
-
-
-def below(name: str) -> str:
-    """The prefix of the names of what a container called ``name`` holds."""
-    return "" if name == names.ROOT else name + "/"
 
 
 def _find_modules(value: Any, name: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:

@@ -10,18 +10,16 @@ import torch
 
 from tierckpt.errors import IntegrityError, StateError
 
-
 LiveTensor: TypeAlias = "torch.Tensor | Pieces"
 
 
 class PerRank:
     """A leaf that belongs to one rank: each rank saves its own and gets its own back.
 
-    ``value`` is anything that can be encoded, may hold small tensors in dicts, lists and tuples (they are stored as
-    bytes, in the rank's blob), or is an object with ``state_dict()`` and ``load_state_dict()``. A load fills tensors
-    of the same shape and dtype in place and sets ``value`` to what was saved. In a job of another size the leaf is
-    left untouched.
-    """
+    ``value`` is anything that can be encoded, may hold small tensors in dicts, lists and tuples (they are
+    stored as bytes, in the rank's blob), or is an object with ``state_dict()`` and ``load_state_dict()``. A
+    load fills tensors of the same shape and dtype in place and sets ``value`` to what was saved. In a job of
+    another size the leaf is left untouched."""
 
     __slots__ = ("value",)
 
@@ -33,11 +31,12 @@ class PerRank:
 
     @property
     def stateful(self) -> bool:
-        """Whether the value is captured and restored through its own ``state_dict`` and ``load_state_dict``."""
+        """Whether the value is captured and restored through its own ``state_dict()``."""
         return is_stateful(self.value)
 
     def capture(self) -> tuple[Any, list[Any]]:
-        """What is encoded: the value with None in place of tensors, and ``(path, dtype, shape, bytes)`` of each.
+        """What is encoded: the value with None in place of tensors, and ``(path, dtype, shape, bytes)`` of
+        each.
 
         A pair is used even when there are no tensors, so that no value of the user can be mistaken for it.
         """
@@ -54,7 +53,8 @@ class PerRank:
 
 
 def rebuild(captured: Any, *, what: str) -> Any:
-    """The value of a decoded ``PerRank.capture``, tensors in CPU memory. Raises ``IntegrityError`` naming ``what``."""
+    """The value of a decoded ``PerRank.capture``, tensors in CPU memory. Raises ``IntegrityError`` naming
+    ``what``."""
     try:
         value, tensors = captured
         for path, dtype, shape, data in tensors:
@@ -147,10 +147,9 @@ def _fill(live: Any, saved: Any) -> Any:
 class Pieces:
     """Boxes of one logical tensor that this rank holds.
 
-    ``global_shape`` is that of the logical tensor; each piece is an offset (in elements, one number per dimension)
-    and the tensor that covers the box from there on. All pieces have the same dtype and device. Raises
-    ``StateError`` for a box that does not lie in the tensor.
-    """
+    ``global_shape`` is that of the logical tensor; each piece is an offset (in elements, one number per
+    dimension) and the tensor that covers the box from there on. All pieces have the same dtype and device.
+    Raises ``StateError`` for a box that does not lie in the tensor."""
 
     global_shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], torch.Tensor], ...]

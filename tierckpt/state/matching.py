@@ -1,9 +1,9 @@
-"""Holds a live state against a checkpoint's trees: what fits, what does not, and how values get back in place.
+"""Holds a live state against a checkpoint's trees: what fits, what does not, and how values get back in
+place.
 
-Nothing live is touched here; a match returns a *plan*, a function of the decoded values by name that puts them in
-place and returns the object that then belongs there. None instead of a plan means that the live object stays, its
-tensors being filled where they are.
-"""
+Nothing live is touched here; a match returns a *plan*, a function of the decoded values by name that puts
+them in place and returns the object that then belongs there. None instead of a plan means that the live
+object stays, its tensors being filled where they are."""
 
 from __future__ import annotations
 
@@ -17,29 +17,11 @@ import torch
 from tierckpt.errors import StateError
 from tierckpt.format import names
 from tierckpt.state import arrays, optimizer_match
-from tierckpt.state.live import (
-    Branch,
-    Leaf,
-    ModuleBranch,
-    Node,
-    OptimizerBranch,
-    StatefulBranch,
-    below,
-    readable,
-)
-from tierckpt.state.marks import PerRank, Pieces
-from tierckpt.state.tensors import obstacle
-from tierckpt.state.tree import (
-    ABSENT,
-    MAPPINGS,
-    SEQUENCES,
-    LiveTensor,
-    SavedNode,
-    array_of,
-    container_of,
-    is_valueless,
-    type_name,
-)
+from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch
+from tierckpt.state.marks import LiveTensor, PerRank, Pieces
+from tierckpt.state.naming import below, readable
+from tierckpt.state.nodes import ABSENT, MAPPINGS, SEQUENCES, SavedNode, array_of, container_of
+from tierckpt.state.tensors import obstacle, type_name
 
 Decoded: TypeAlias = Mapping[str, Any]
 Plan: TypeAlias = Callable[[Decoded], Any]
@@ -55,7 +37,7 @@ _WORDS = {
 
 
 class Matcher:
-    """One state, one checkpoint. The attributes collect what a match finds; see ``Target`` for their meaning."""
+    """One state, one checkpoint. The attributes collect what a match finds; ``Target`` explains them."""
 
     def __init__(
         self,
@@ -107,7 +89,7 @@ class Matcher:
         if isinstance(node, StatefulBranch):
             return self._stateful(node)
         saved = self.nodes.get(node.name)
-        if isinstance(node, ModuleBranch) and is_valueless(node) and (saved is None or saved.is_value):
+        if isinstance(node, ModuleBranch) and node.is_valueless and (saved is None or saved.is_value):
             return self._valueless_module(node, saved)
         if saved is None:
             self.missing(node)
@@ -326,11 +308,12 @@ class Matcher:
         return torch.empty(shape, dtype=dtype)
 
     def grow(self, name: str, node: Node | None, allocate: Allocate) -> Plan:
-        """A plan for the complete object that was saved under ``name``, the checkpoint deciding what there is.
+        """A plan for the complete object that was saved under ``name``, the checkpoint deciding what there
+        is.
 
-        Live tensors of ``node`` are filled where they have the saved shape and dtype; for others ``allocate`` makes
-        memory. The plan returns ``ABSENT`` for a leaf that ``keys`` leaves out and the state does not have.
-        """
+        Live tensors of ``node`` are filled where they have the saved shape and dtype; for others ``allocate``
+        makes memory. The plan returns ``ABSENT`` for a leaf that ``keys`` leaves out and the state does not
+        have."""
         saved = self.nodes[name]
         if saved.children and not (saved.is_value and (node is None or node.kind == "value")):
             return self._grow_container(saved, node, allocate)
@@ -426,7 +409,8 @@ def call_load_state_dict(target: Any, state: Any, name: str) -> None:
         target.load_state_dict(state)
     except Exception as error:
         raise StateError(
-            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: {type(error).__name__}: {error}"
+            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -470,12 +454,8 @@ def _module_plan(
 
 def _load_parts(node: ModuleBranch, items: Sequence[Any], parts: Sequence[Any]) -> None:
     for part in parts:
-        try:
-            part.load([items[index] for _, index in part.entries])
-        except Exception as error:
-            raise StateError(
-                f"{readable(node.name)}: load_state_dict of {type(part.module).__name__} failed: {error}"
-            ) from error
+        state = part.state([items[index] for _, index in part.entries])
+        call_load_state_dict(part.module, state, node.name)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

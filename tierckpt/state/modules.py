@@ -1,9 +1,8 @@
 """What an ``nn.Module`` saves: a direct walk of its parameters and persistent buffers.
 
-Submodules that customise their state dict (hooks, overridden methods, extra state) take their own ``state_dict()``
-and get their own ``load_state_dict()``; the rest of the model is still walked. FSDP2's hooks only bring a module into
-its sharded state, so they are called and do not count.
-"""
+Submodules that customise their state dict (hooks, overridden methods, extra state) take their own
+``state_dict()`` and get their own ``load_state_dict()``; the rest of the model is still walked. FSDP2's hooks
+only bring a module into its sharded state, so they are called and do not count."""
 
 from __future__ import annotations
 
@@ -27,23 +26,25 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 @dataclass
 class Part:
-    """A submodule that loads its own state dict. ``entries`` pairs its keys with positions in ``Contents.keys``."""
+    """A submodule that loads its own state dict. ``entries`` pairs its keys with positions in
+    ``Contents.keys``."""
 
     module: nn.Module
     entries: list[tuple[str, int]]
     metadata: Any
 
-    def load(self, items: list[Any]) -> None:
-        """Call ``load_state_dict`` with ``items``, one for each entry."""
+    def state(self, items: list[Any]) -> OrderedDict[str, Any]:
+        """The state dict to load, with ``items``, one for each entry."""
         state: OrderedDict[str, Any] = OrderedDict(zip([key for key, _ in self.entries], items, strict=True))
         if self.metadata is not None:
             state._metadata = self.metadata  # type: ignore[attr-defined]
-        self.module.load_state_dict(state)
+        return state
 
 
 @dataclass
 class Contents:
-    """Qualified names and what stands under each, in the order of ``state_dict()``; and names of the parameters."""
+    """Qualified names and what stands under each, in the order of ``state_dict()``; and names of the
+    parameters."""
 
     keys: list[str] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -65,7 +66,8 @@ def contents(module: nn.Module, *, what: Callable[[], str]) -> Contents:
 
 
 def _walk(module: nn.Module, prefix: str, found: Contents, open_: set[int], what: Callable[[], str]) -> None:
-    trait = _trait(type(module))
+    kind: Any = type(module)
+    trait = _trait(kind)
     if trait == "wrapper":
         _walk(module.module, prefix, found, open_, what)  # type: ignore[arg-type]
         return
@@ -121,21 +123,22 @@ def _patched(module: nn.Module) -> bool:
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether there are state-dict hooks that are not FSDP2's; FSDP2's are called, to shard the parameters."""
-    if _trait(type(module)) == "transparent":
+    """Whether there are state-dict hooks but FSDP2's. Those are called, which shards the parameters."""
+    kind: Any = type(module)
+    if _trait(kind) == "transparent":
         return False  # their hooks only do to names what we do
     if module._state_dict_hooks:
         return True
     foreign = False
-    for kind in _HOOKS:
-        hooks = getattr(module, kind)
+    for stage in _HOOKS:
+        hooks = getattr(module, stage)
         if not hooks:
             continue
         for hook in hooks.values():
             hook = getattr(hook, "hook", hook)
             if not getattr(hook, "__module__", "").startswith(_FSDP2):
                 foreign = True
-            elif kind == "_state_dict_pre_hooks":
+            elif stage == "_state_dict_pre_hooks":
                 hook(module, "", True)
     return foreign
 

@@ -1,4 +1,4 @@
-"""Trees of checkpoints (docs/format.md, "Tree"): laid over each other, listed, and built without a template."""
+"""Trees of checkpoints (docs/format.md, "Tree"): merged, listed, and built without a template."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tierckpt.format import names, values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays
 from tierckpt.state.marks import rebuild
+from tierckpt.state.naming import below, readable
 
 MAPPINGS = ("dict", "OrderedDict", "defaultdict")
 SEQUENCES = ("list", "tuple", "namedtuple")
@@ -21,9 +22,8 @@ SEQUENCES = ("list", "tuple", "namedtuple")
 class SavedNode:
     """A node of one or several trees that were laid over each other.
 
-    ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others may have
-    a container. ``trees`` are the numbers of those that have the node.
-    """
+    ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others
+    may have a container. ``trees`` are the numbers of those that have the node."""
 
     __slots__ = ("children", "detail", "is_value", "kind", "name", "trees")
 
@@ -37,16 +37,17 @@ class SavedNode:
 
 
 def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
-    """All nodes of ``trees`` by name, in order. Containers are united; where kinds differ, the first tree decides.
+    """All nodes of ``trees`` by name, in order. Containers are united; where kinds differ, the first tree
+    decides.
 
     Raises ``IntegrityError`` for what is not a tree.
     """
     nodes: dict[str, SavedNode] = {}
-    for number, tree in enumerate(trees):
-        try:
+    try:
+        for number, tree in enumerate(trees):
             _merge(tree, names.ROOT, nodes, number)
-        except (TypeError, ValueError, IndexError, KeyError) as error:
-            raise IntegrityError(f"tree {number} of the layout is malformed: {error}") from None
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise IntegrityError(f"a tree of the layout is malformed: {error}") from None
     return nodes
 
 
@@ -76,11 +77,11 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> No
         ):
             return
     node.trees.add(number)
-    prefix = "" if name == names.ROOT else name + "/"
+    prefix = below(name)
     for key, child in pairs:
-        below = prefix + names.join((key,))
-        node.children.setdefault(below, key)
-        _merge(child, below, nodes, number)
+        path = prefix + names.join((key,))
+        node.children.setdefault(path, key)
+        _merge(child, path, nodes, number)
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -98,7 +99,8 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def names_of(tree: JSON) -> tuple[list[str], list[str], list[str]]:
-    """Names of the tensors, of the values and of the per-rank values of a tree, each in the order of the tree."""
+    """Names of the tensors, of the values and of the per-rank values of a tree, each in the order of the
+    tree."""
     nodes = merge([tree]).values()
     return (
         [node.name for node in nodes if node.kind in ("tensor", "array")],
@@ -115,12 +117,12 @@ def build(
 ) -> Any:
     """The state, nested as it was saved, without a template.
 
-    ``tensors`` are whole CPU tensors by name; aliases are the same object twice. ``values`` and ``per_rank`` are
-    encoded. A leaf that is in none of the mappings is left out: of dicts without trace, in lists and tuples as None.
-    Modules, optimizers and other objects come back as the dicts that they were saved as (an optimizer's
-    ``param_groups`` as a dict of groups, each with the names of its ``params``), tensor subclasses as the dict of
-    their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises ``IntegrityError`` for malformed input.
-    """
+    ``tensors`` are whole CPU tensors by name; aliases are the same object twice. ``values`` and ``per_rank``
+    are encoded. A leaf that is in none of the mappings is left out: of dicts without trace, in lists and
+    tuples as None. Modules, optimizers and other objects come back as the dicts that they were saved as (an
+    optimizer's ``param_groups`` as a dict of groups, each with the names of its ``params``), tensor
+    subclasses as the dict of their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises
+    ``IntegrityError`` for malformed input."""
     nodes = merge(trees)
     if names.ROOT not in nodes:
         raise IntegrityError("the layout has no tree")
@@ -151,7 +153,7 @@ def _build(
             return ABSENT
         return rebuild(values.decode(per_rank[name], what=readable(name)), what=readable(name))
     items = [
-        (key, _build(nodes[below], nodes, tensors, encoded, per_rank)) for below, key in node.children.items()
+        (key, _build(nodes[path], nodes, tensors, encoded, per_rank)) for path, key in node.children.items()
     ]
     if items and all(item is ABSENT for _, item in items):
         return ABSENT
@@ -159,7 +161,8 @@ def _build(
 
 
 def container_of(node: SavedNode, items: Sequence[tuple[Any, Any]]) -> Any:
-    """A new container of the kind of ``node`` with ``items`` by key; those that are absent are left out or None."""
+    """A new container of the kind of ``node`` with ``items`` by key; those that are absent are left out or
+    None."""
     if node.kind in SEQUENCES:
         sequence = [None if item is ABSENT else item for _, item in items]
         return sequence if node.kind == "list" else tuple(sequence)

@@ -1,12 +1,11 @@
 """How a checkpoint's optimizer state gets into a live optimizer. ``step()`` is never called.
 
 * Parameters match by name, never by position (unless both sides have positions only, and the same shapes).
-* A parameter without any state in the checkpoint never had a gradient: it has no state after the load either; what
-  the live optimizer has for it is removed. State that is only partly there is refused.
-* A group gets the hyperparameters of the saved group of its parameters, types included. Groups of several pipeline
-  stages may be merged into one if their hyperparameters agree, and a saved group may be spread over stages; but
-  parameters that one process had in different groups are not merged, nor the reverse.
-"""
+* A parameter without any state in the checkpoint never had a gradient: it has no state after the load either;
+  what the live optimizer has for it is removed. State that is only partly there is refused.
+* A group gets the hyperparameters of the saved group of its parameters, types included. Groups of several
+  pipeline stages may be merged into one if their hyperparameters agree, and a saved group may be spread over
+  stages; but parameters that one process had in different groups are not merged, nor the reverse."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ import torch
 
 from tierckpt.format import names, values
 from tierckpt.state import optimizers
-from tierckpt.state.live import Branch, Node, OptimizerBranch, below, readable
-from tierckpt.state.tree import MAPPINGS, SavedNode
+from tierckpt.state.live import Branch, Node, OptimizerBranch
+from tierckpt.state.naming import below, readable
+from tierckpt.state.nodes import MAPPINGS, SavedNode
 
 if TYPE_CHECKING:
     from tierckpt.state.matching import Decoded, Matcher, Plan
@@ -124,8 +124,8 @@ class _Match:
                 if plan(got) == expected:
                     return []
                 return [
-                    f"{readable(name)}: the optimizer's parameters were saved by position, with shapes {plan(got)}; "
-                    f"the state has {expected}"
+                    f"{readable(name)}: the optimizer's parameters were saved by position, with shapes "
+                    f"{plan(got)}; the state has {expected}"
                 ]
 
             matcher.checks.append(check)
@@ -175,10 +175,11 @@ class _Match:
         self.installs.append(install)
 
     def _refuse_partial(self, found: Mapping[str, SavedNode], live: Mapping[str, Node]) -> None:
-        """Report state that lacks something that the live state, or that of another parameter of the group, has.
+        """Report state that lacks something that the live state, or that of another parameter of the group,
+        has.
 
-        Others are looked at for torch's own optimizers only: elsewhere small parameters may rightly have less.
-        """
+        Others are looked at for torch's own optimizers only: elsewhere small parameters may rightly have
+        less."""
         ours = type(self.node.live).__module__.startswith("torch.optim.")
         sets = (
             {frozenset(saved.children.values()) for saved in found.values() if saved.children}
@@ -222,7 +223,8 @@ class _Match:
             self._match_other_groups(rest, [matcher.nodes[child] for child in saved.children])
 
     def _match_other_groups(self, rest: list[_Group], saved: list[SavedNode]) -> None:
-        """Groups whose parameters are not exactly those of a saved one; only the values can tell which those are."""
+        """Groups whose parameters are not exactly those of a saved one; only the values can tell which those
+        are."""
         matcher, name = self.matcher, self.node.name
         plans: list[tuple[SavedNode, Plan, bool]] = []
         for node in saved:
@@ -262,8 +264,8 @@ class _Match:
             }
             if others:
                 problems.append(
-                    f"{what}: group {group.number}: the checkpoint has its parameters in one group with those of "
-                    f"group {', '.join(map(str, sorted(others)))}"
+                    f"{what}: group {group.number}: the checkpoint has its parameters in one group with "
+                    f"those of group {', '.join(map(str, sorted(others)))}"
                 )
             problems += self._agree(sources, f"{what}: group {group.number}")
             group.hyper = _constant(sources[0].value)
@@ -274,8 +276,8 @@ class _Match:
     def _agree(sources: list[_SavedGroup], what: str) -> list[str]:
         if not all(source.whole for source in sources):
             return [
-                f"{what}: its hyperparameters are tensors, and its parameters are not those of one group of the "
-                "checkpoint; form the groups as when saving"
+                f"{what}: its hyperparameters are tensors, and its parameters are not those of one group of "
+                "the checkpoint; form the groups as when saving"
             ]
         for index, source in enumerate(sources):
             for other in sources[:index]:

@@ -1,20 +1,19 @@
 """What an ``Optimizer`` saves, keyed by the names of its parameters.
 
-It flattens to ``{"state": {name: {key: …}}, "param_groups": {group: {"params": [names], **hyper}}}``. A group is
-keyed by a digest of its parameters' names, so that groups of different pipeline stages never share a name. Names
-are the qualified names of the parameters within the one module of the state that holds them all; if it takes several
-modules, with the dotted path of the module before each. An optimizer none of whose parameters is in a module of the
-state uses the ``param_names`` of its groups (``torch >= 2.6``), and where there are none positions: then
-``"positions"`` has the shapes of all parameters, and a load needs the same. If only some are in a module, and there
-are no ``param_names``, it is refused.
-"""
+It flattens to ``{"state": {name: {key: …}}, "param_groups": {group: {"params": [names], **hyper}}}``. A group
+is keyed by a digest of its parameters' names, so that groups of different pipeline stages never share a name.
+Names are the qualified names of the parameters within the one module of the state that holds them all; if it
+takes several modules, with the dotted path of the module before each. An optimizer none of whose parameters
+is in a module of the state uses the ``param_names`` of its groups (``torch >= 2.6``), and where there are
+none positions: then ``"positions"`` has the shapes of all parameters, and a load needs the same. If only some
+are in a module, and there are no ``param_names``, it is refused."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from tierckpt.errors import StateError
 from tierckpt.state.modules import Contents
 from tierckpt.state.tensors import is_dtensor
 
-ParameterName: TypeAlias = Union[str, int]
+ParameterName: TypeAlias = str | int
 
 NOT_HYPER = frozenset({"params", "param_names"})
 """Entries of a group that are not hyperparameters; ``param_names`` stays what the live optimizer says."""
@@ -39,7 +38,8 @@ class Groups:
 
 
 def is_walkable(optimizer: Optimizer) -> bool:
-    """Whether all that the optimizer saves is in ``state`` and ``param_groups``; others take their state_dict()."""
+    """Whether all that the optimizer saves is in ``state`` and ``param_groups``; others take their
+    state_dict()."""
     return type(optimizer).state_dict is Optimizer.state_dict and not (
         optimizer._optimizer_state_dict_pre_hooks
         or optimizer._optimizer_state_dict_post_hooks
@@ -53,8 +53,8 @@ def name_groups(
 ) -> Groups:
     """Names for all parameters. ``modules`` are those of the state, in order, with their dotted paths.
 
-    Raises ``StateError`` (``what`` names the optimizer) when only some parameters have names, or two share one.
-    """
+    Raises ``StateError`` (``what`` names the optimizer) when only some parameters have names, or two share
+    one."""
     groups = [group["params"] for group in optimizer.param_groups]
     found = _by_module(groups, modules)
     if found is None:
@@ -78,8 +78,8 @@ def name_groups(
     ]
     if len(nameless) < sum(map(len, groups)):
         raise StateError(
-            f"{what()}: parameters of the optimizer that are in no module of the state: {'; '.join(nameless[:10])}; "
-            "put their module into the state, or give the optimizer named_parameters()"
+            f"{what()}: parameters of the optimizer that are in no module of the state: "
+            f"{'; '.join(nameless[:10])}; put their module into the state, or give the optimizer named_parameters()"
         )
     start = 0
     positions: list[list[ParameterName]] = []
@@ -137,14 +137,15 @@ def positions(optimizer: Optimizer) -> list[list[list[int]]]:
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Move ``step`` counters to where fused and capturable optimizers need them: float32, beside the parameter."""
+    """Move ``step`` counters to where fused and capturable optimizers need them: float32, beside the
+    parameter."""
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             step = state.get("step") if state else None
-            if isinstance(step, torch.Tensor) and step.ndim == 0:
+            if state and isinstance(step, torch.Tensor) and step.ndim == 0:
                 state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
@@ -153,10 +154,9 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Memory for one state tensor of a parameter that has none yet.
 
-    Of the saved dtype, so that nothing is rounded. ``step`` on the CPU (see `place_steps`); what has the shape
-    of the parameter like the parameter (the same ``DTensor`` placements); the rest on the parameter's device, whole
-    on each rank of a ``DTensor``'s mesh.
-    """
+    Of the saved dtype, so that nothing is rounded. ``step`` on the CPU (see `place_steps`); what has the
+    shape of the parameter like the parameter (the same ``DTensor`` placements); the rest on the parameter's
+    device, whole on each rank of a ``DTensor``'s mesh."""
     if key == "step":
         return torch.empty(shape, dtype=dtype)
     if tuple(parameter.shape) == shape and shape:

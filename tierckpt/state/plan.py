@@ -7,7 +7,8 @@ rank; a ``WritePlan`` is one rank's part of it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from math import prod
 from operator import mul
@@ -89,15 +90,9 @@ class _Composer:
 
     def entries(self) -> list[Entry]:
         """All tensors in order, grids without their writers. Pieces of listed ones: see ``assign``."""
-        rows: dict[str, list[tuple[int, int]]] = {}
-        for g, description in enumerate(self.said):
-            for i, name in enumerate(description.names):
-                rows.setdefault(name, []).append((g, i))
-        names = list(rows) if len(self.said) == 1 else sorted(rows)
-        targets = self._targets(rows)
+        targets = self._targets()
         found = []
-        for name in names:
-            held = rows[name]
+        for name, held in self._rows():
             g, i = held[0]
             dtype, shape = self.said[g].dtypes[i], self.said[g].shapes[i]
             if len(held) > 1 and self._differ(name, held):
@@ -127,6 +122,18 @@ class _Composer:
                     "tensor; use the same on all"
                 )
         return found
+
+    def _rows(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Names in order, each with the rows that have it."""
+        if len(self.said) == 1:
+            for i, name in enumerate(self.said[0].names):
+                yield name, [(0, i)]
+            return
+        rows: dict[str, list[tuple[int, int]]] = {}
+        for g, description in enumerate(self.said):
+            for i, name in enumerate(description.names):
+                rows.setdefault(name, []).append((g, i))
+        yield from sorted(rows.items())
 
     def assign(self, world: int, entries: list[Entry]) -> list[Entry]:
         """The same tensors with those who write them."""
@@ -172,18 +179,19 @@ class _Composer:
         self.problems.append(f"{name}: {', but '.join(each)}")
         return True
 
-    def _targets(self, rows: Mapping[str, list[tuple[int, int]]]) -> dict[str, str]:
+    def _targets(self) -> dict[str, str]:
         """Aliases and their targets: those on which all groups that have the name agree."""
         said: dict[str, set[str]] = {}
         for description in self.said:
             for i, target in enumerate(description.aliases):
                 if target != i:
                     said.setdefault(description.names[i], set()).add(description.names[target])
-        found = {}
-        for name, targets in said.items():
-            target = next(iter(targets))
-            if len(targets) == 1 and all(self.said[g].aliases[i] != i for g, i in rows[name]):
-                found[name] = target
+        if len(self.said) > 1:
+            for description in self.said:
+                for i, target in enumerate(description.aliases):
+                    if target == i and description.names[i] in said:
+                        said[description.names[i]].add(description.names[i])
+        found = {name: next(iter(targets)) for name, targets in said.items() if len(targets) == 1}
         # Where the target is itself an alias elsewhere, both keep their own bytes.
         return {name: target for name, target in found.items() if target not in found}
 
@@ -238,8 +246,8 @@ def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut |
         spanned = set(cut.mesh)
         if not spanned <= ranks:
             return (
-                f"it is cut over ranks {_text(sorted(spanned))}, but ranks {_text(sorted(spanned - ranks))} of these do "
-                "not hold it, or not cut like that"
+                f"it is cut over ranks {_text(sorted(spanned))}, but of these ranks "
+                f"{_text(sorted(spanned - ranks))} do not hold it, or not cut like that"
             )
         if cut.order:
             stacks.setdefault((cut.mesh.shape, cut.placements, cut.order), []).append(cut)
@@ -283,16 +291,21 @@ class WritePlan:
             if blob is None:
                 raise LayoutError(f"rank {rank} stores values, but was given none")
             self.blob = blobs.capacity(blob)
+        self.header: shard.Header | None = None
+        # Of the tensors whose pieces the rows are: equal shapes, strides and dtypes are the same objects.
+        self._names: list[str] = []
+        self._numbers = array("I")
+        self._forms: list[_Form] = []
+        self._known: dict[_Form, _Form] = {}
+        self._steps: list[tuple[int, int]] = []  # (row, bytes) of pieces that begin inside a local tensor
+        self._columns = [array("q") for _ in range(6)]
         boxes: dict[tuple[str, int], Box] = {}
         pieces = []
         for i, k, box in layout.rank_pieces(rank):
             name = layout.name(i)
-            boxes[name, k] = box
+            if k >= 0 or name not in described or [held for held, _ in described[name].pieces] != [box]:
+                boxes[name, k] = box
             pieces.append((name, k, layout.dtype(i), box.size))
-        self.header: shard.Header | None = None
-        self._rows: list[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]] = []
-        self._steps: list[tuple[int, int]] = []  # (row, bytes) of pieces that begin inside a local tensor
-        self._columns = [array("q") for _ in range(6)]
         if not pieces and self.blob is None:
             return
         self.header = shard.build(pieces, layout=self.layout_hash, rank=rank, blob=self.blob)
@@ -300,7 +313,7 @@ class WritePlan:
         self._add_bytes(0, self.header.header_size)
         entries = self.header.entries if self.blob is None else self.header.entries[:-1]
         for entry in entries:
-            self._add(entry, boxes[entry.tensor, entry.k], described.get(entry.tensor))
+            self._add(entry, boxes.get((entry.tensor, entry.k)), described.get(entry.tensor))
         if self.blob is not None:
             self._add_bytes(self.header.entries[-1].offset, self.blob)
 
@@ -308,31 +321,33 @@ class WritePlan:
         for column, number in zip(self._columns, (offset, 1, 1, size, 1, 1), strict=True):
             column.append(number)
 
-    def _add(self, entry: shard.Entry, box: Box, described: Described | None) -> None:
-        found = None
-        for number, (held, tensor) in enumerate(described.pieces if described is not None else ()):
-            if held == box or contains(held, box):
-                found = number, held, tensor
-                break
-        if found is None:
+    def _add(self, entry: shard.Entry, box: Box | None, described: Described | None) -> None:
+        """The row of a piece that is ``box``, or, without one, all of the only local tensor."""
+        pieces = described.pieces if described is not None else []
+        number = 0
+        if box is not None:
+            number = next((n for n, (held, _) in enumerate(pieces) if contains(held, box)), len(pieces))
+        if number >= len(pieces):
             raise LayoutError(f"{entry.tensor}: rank {self.rank} should write {box}, which it does not hold")
-        number, held, tensor = found
+        held, tensor = pieces[number]
+        form = (tensor.shape, tensor.stride(), tensor.dtype)
+        form = self._known.setdefault(form, form)
         item = tensor.element_size()
-        strides = tensor.stride()
         # What `host` copies is in row-major order.
-        steps = strides if is_live(tensor) else tuple(accumulate(tensor.shape[:0:-1], mul, initial=1))[::-1]
+        steps = form[1] if is_live(tensor) else _dense(tensor.shape, 1)
         offsets, items, ndims, shapes, far, near = self._columns
         offsets.append(entry.offset)
         items.append(item)
-        ndims.append(len(box.size))
-        shapes.extend(box.size)
-        if box.size:
-            far.extend(list(accumulate(box.size[:0:-1], mul, initial=item))[::-1])
-            near.extend([item * n for n in steps])
-        if held != box:
+        ndims.append(len(entry.shape))
+        shapes.extend(entry.shape)
+        far.extend(_dense(entry.shape, item))
+        near.extend([item * n for n in steps])
+        if box is not None and held != box:
             skipped = sum((a - b) * n for a, b, n in zip(box.offset, held.offset, steps, strict=True))
-            self._steps.append((len(self._rows) + 1, skipped * item))
-        self._rows.append((entry.tensor, number, tensor.shape, strides, tensor.dtype))
+            self._steps.append((len(self._names) + 1, skipped * item))
+        self._names.append(entry.tensor)
+        self._numbers.append(number)
+        self._forms.append(form)
 
     @property
     def size(self) -> int:
@@ -364,7 +379,9 @@ class WritePlan:
         keep: list[object] = [self._head]
         found = array("Q", [self._head.buffer_info()[0]])
         append = found.append
-        for name, number, shape, strides, dtype in self._rows:
+        for name, number, (shape, strides, dtype) in zip(
+            self._names, self._numbers, self._forms, strict=True
+        ):
             value = tensors.get(name)
             if value is None:
                 raise LayoutError(f"{name}: it is not in the state any more; plan anew")
@@ -372,8 +389,8 @@ class WritePlan:
             assert isinstance(tensor, torch.Tensor)
             if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype:
                 raise LayoutError(
-                    f"{name}: shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype} are not "
-                    f"{list(shape)}, {list(strides)}, {dtype} as planned; plan anew"
+                    f"{name}: planned as {dtype} {list(shape)} with strides {list(strides)}, now it is "
+                    f"{tensor.dtype} {list(tensor.shape)} with {list(tensor.stride())}; plan anew"
                 )
             memory, live = host(tensor)
             if not live:
@@ -382,7 +399,7 @@ class WritePlan:
         if self.blob is not None:
             if blob is None or blobs.capacity(len(blob)) != self.blob:
                 raise LayoutError(
-                    f"{0 if blob is None else len(blob)} bytes of values do not go into {self.blob}; plan anew"
+                    f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew"
                 )
             padded = array("B", blobs.pad(blob, self.blob))
             keep.append(padded)
@@ -390,3 +407,12 @@ class WritePlan:
         for row, skipped in self._steps:
             found[row] += skipped
         return found, keep
+
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+@lru_cache(maxsize=1 << 12)
+def _dense(shape: Sequence[int], item: int) -> tuple[int, ...]:
+    """Row-major strides of a shape."""
+    return tuple(accumulate(shape[:0:-1], mul, initial=item))[::-1] if shape else ()

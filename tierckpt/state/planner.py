@@ -16,9 +16,9 @@ from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
 from tierckpt.state.layout import Described, Describer
-from tierckpt.state.live import readable
+from tierckpt.state.naming import readable
 from tierckpt.state.plan import WritePlan, compose, local_description
-from tierckpt.state.tree import Flat, flatten
+from tierckpt.state.flat import Flat, flatten
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -156,4 +156,4 @@ def _total(layout: Layout) -> int:
     for i in range(len(layout)):
         if layout.alias(i) == i:
             found += prod(layout.shape(i)) * shard.dtype(layout.dtype(i)).size + 160
-    return found + sum(last + 1 - first for first, last in layout.writers) * 8192
+    return found + len(layout.writers) * 8192

@@ -14,9 +14,8 @@ from tierckpt.state.marks import PerRank
 def rng_state() -> PerRank:
     """A leaf that saves the state of this rank's generators and restores it on load.
 
-    Covers Python's ``random``, numpy's global generator where numpy is imported, torch's CPU generator and, once
-    CUDA is initialised, those of all CUDA devices.
-    """
+    Covers Python's ``random``, numpy's global generator where numpy is imported, torch's CPU generator and,
+    once CUDA is initialised, those of all CUDA devices."""
     return PerRank(Generators())
 
 
@@ -31,7 +30,7 @@ class Generators:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierckpt.errors import LayoutError
+from tierckpt.errors import IntegrityError, LayoutError
 from tierckpt.format import values as codec
 from tierckpt.format.canonical import JSON
 from tierckpt.state import live
-from tierckpt.state.live import Leaf, readable
-from tierckpt.state.marks import rebuild
+from tierckpt.state.live import Leaf
+from tierckpt.state.marks import LiveTensor, rebuild
 from tierckpt.state.matching import Matcher, replace_root
+from tierckpt.state.naming import readable
+from tierckpt.state.nodes import SavedNode, merge
 from tierckpt.state.rng import Generators
-from tierckpt.state.tree import LiveTensor, merge
 
 
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint's layout says.
 
-    ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``trees``: the distinct
-    trees, that of the loading rank first if it has one.
+    ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``trees``: the
+    distinct trees, that of the loading rank first if it has one. ``values`` and ``per_rank``: the names in all
+    trees, as `names_of` lists them.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     trees: Sequence[JSON]
+    values: Collection[str]
+    per_rank: Collection[str]
 
 
 class Target:
@@ -36,24 +40,23 @@ class Target:
     ``tensors`` (under ``torch.no_grad()``); `commit`.
 
     ``tensors``
-        where the bytes of each tensor go: live tensors of the state, and new ones for optimizer state that it does not
-        have yet.
+        where the bytes of each tensor go: live tensors of the state, and new ones for optimizer state that it
+        does not have yet.
     ``values``, ``per_rank``
-        names of the encoded values that are needed. Those of ``per_rank`` may be left out of what `check` gets, as in
-        a world of another size: then they stay as they are, and are listed in ``untouched``.
+        names of the encoded values that are needed. Those of ``per_rank`` may be left out of what `check`
+        gets, as in a world of another size: then they stay as they are, and are listed in ``untouched``.
     ``problems``
-        everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that differ,
-        optimizer groups that do not match.
+        everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that
+        differ, optimizer groups that do not match.
     ``unexpected``
-        names of saved leaves that this state does not have. Not among the problems: another rank may have them, so
-        what counts is the intersection over all ranks (see `unexpected_problems`).
+        names of saved leaves that this state does not have. Not among the problems: another rank may have
+        them, so what counts is the intersection over all ranks (see `unexpected_problems`).
     ``untouched``
         names of leaves of the state that stay as they are although ``keys`` includes them.
 
-    ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores keys that
-    are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them converts.
-    Raises ``StateError`` for a state that could not be saved either.
-    """
+    ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
+    keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
+    converts. Raises ``StateError`` for a state that could not be saved either."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Target:
         self._state = state
         self._root = live.walk(state, meta=True)
         nodes = merge(saved.trees)
+        _check_saved(nodes, saved)
         self._matcher = matcher = Matcher(nodes, saved.tensors, keys=keys, strict=strict, cast=cast)
         self._plan = matcher.match(self._root)
         if self._plan is not None and isinstance(state, tuple):
@@ -116,7 +120,7 @@ class Target:
             if name not in per_rank:
                 matcher.untouched.append(name)
                 continue
-            template = None if mark.stateful else (mark.value, [])
+            template: Any = None if mark.stateful else (mark.value, [])
             captured = codec.decode(per_rank[name], what=readable(name), template=template)
             self._marked[name] = rebuild(captured, what=readable(name))
         for check in matcher.checks:
@@ -127,11 +131,10 @@ class Target:
     def commit(self, values: Mapping[str, JSON], per_rank: Mapping[str, JSON]) -> None:
         """Put everything that is not a tensor's bytes into the state; ``tensors`` must have been filled.
 
-        Containers are changed in place; immutable ones are replaced in their parent. Objects that were saved through
-        ``state_dict()`` get their ``load_state_dict()`` in the order of the tree, then per-rank leaves are set, the
-        generators of `rng_state` last. Raises ``LayoutError`` if there are ``problems``, ``StateError`` for what an
-        object's ``load_state_dict()`` raises.
-        """
+        Containers are changed in place; immutable ones are replaced in their parent. Objects that were saved
+        through ``state_dict()`` get their ``load_state_dict()`` in the order of the tree, then per-rank
+        leaves are set, the generators of `rng_state` last. Raises ``LayoutError`` if there are ``problems``,
+        ``StateError`` for what an object's ``load_state_dict()`` raises."""
         if self.check(values, per_rank):
             raise LayoutError("\n".join(self.problems))
         assert self._decoded is not None
@@ -143,11 +146,18 @@ class Target:
                 and not replace_root(self._state, found)
             ):
                 raise LayoutError(
-                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; put it in a dict"
+                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; "
+                    "put it in a dict"
                 )
         marks = self._matcher.marks
         for name in sorted(self._marked, key=lambda name: isinstance(marks[name].value, Generators)):
             marks[name].restore(self._marked[name])
+
+
+def _check_saved(nodes: Mapping[str, SavedNode], saved: Saved) -> None:
+    for name, node in nodes.items():
+        if node.kind in ("tensor", "array") and name not in saved.tensors:
+            raise IntegrityError(f"the layout has no tensor {name!r}, which its tree names")
 
 
 def unexpected_problems(names: set[str]) -> list[str]:

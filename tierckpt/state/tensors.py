@@ -19,8 +19,14 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether this is a parameter or buffer of a lazy module that has not run yet."""
+    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
 def kind_of_subclass(tensor: torch.Tensor) -> str:
-    """One of "wrapper" (it can be taken apart), "waiting" (for a collective), "plain" (has storage), "opaque"."""
+    """One of "wrapper" (it can be taken apart), "waiting" (for a collective), "plain" (has storage),
+    "opaque"."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return "waiting"
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -53,3 +59,8 @@ def check(tensor: torch.Tensor, *, what: str) -> None:
     reason = obstacle(tensor)
     if reason is not None:
         raise StateError(f"{what}: {reason}")
+
+
+def type_name(value: object) -> str:
+    """How the class of ``value`` is written in a tree; it is compared, never looked up."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -57,7 +57,7 @@ class Store:
             IntegrityError, UntrustedError: the chain is broken.
         """
         store = cls._open(place)
-        if store is None or store.chain.head is None:
+        if store is None or not store.chain.links:
             raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
         return store
 
@@ -97,7 +97,7 @@ class Store:
         beyond = sorted(number for number in numbers if number >= following)
         if beyond:
             raise IntegrityError(f"{place.url}/{paths.link(following)} is missing, but there is {paths.link(beyond[0])}")
-        if store.chain.head is not None and store.chain.store != info.digest:
+        if store.chain.links and store.chain.store != info.digest:
             raise IntegrityError(f"{place.url}/{paths.STORE} is not the one that the chain began with")
         return store
 

@@ -141,16 +141,16 @@ class Trust:
     def problems(self, chain: Chain, root: str, pins: Pins) -> list[str]:
         """What is wrong with a chain whose signatures are valid; empty when it is to be believed."""
         found: list[str] = []
-        head = chain.head
-        if head is None:
+        if chain.head is None:
             return found
+        head, signer = chain.head, chain.links[-1].key
         digests = {link.digest for link in chain.links}
         base = self.base(pins)
         if base is not None:
-            if chain.links[-1].key not in chain.trusted_by(base):
+            if signer not in chain.trusted_by(base):
                 where = "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
                 found.append(
-                    f"{root}: the newest link, {head.number}, is signed by key {chain.links[-1].key}, which is neither "
+                    f"{root}: the newest link, {head.number}, is signed by key {signer}, which is neither "
                     f"among {where} ({', '.join(sorted(base))}) nor endorsed by one of these"
                 )
         if self.expect_head is not None and self.expect_head not in digests:
@@ -189,7 +189,7 @@ class Trust:
 
 def remember(chain: Chain, root: str, pins: Pins | None = None) -> None:
     """Pin the keys and the head of a chain that is believed."""
-    if chain.head is None or chain.run is None:
+    if chain.run is None or chain.head is None:
         return
     pins = pins or Pins.load(chain.run)
     keys = sorted(chain.trusted_by([*pins.keys, chain.links[-1].key]))

@@ -132,8 +132,9 @@ def _check_trust(store: Store, trust: Trust, report: Report) -> None:
     base = trust.base(pins)
     if base is None:
         report.notes.append(f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly")
+    believed = chain.trusted_by(base) if base is not None else frozenset()
     for key, endorsed in chain.keys.items():
-        if not endorsed and (base is None or key not in chain.trusted_by(base)):
+        if not endorsed and key not in believed:
             number = next(link.number for link in chain.links if link.key == key)
             report.problems.append(
                 {
@@ -191,12 +192,11 @@ def _checked_layout(store: Store, manifest: Manifest) -> Layout:
 
 def check_layout(store: Store, manifest: Manifest, layout: Layout) -> None:
     """Raise IncompleteError unless the manifest lists the shards that its layout calls for."""
-    listed = ranges(ref.rank for ref in manifest.shards)
-    wanted = layout.writers
+    listed, wanted = [ref.rank for ref in manifest.shards], list(layout.writers)
     if layout.world != manifest.world or listed != wanted:
         raise IncompleteError(
             f"{store.url}/{paths.manifest(manifest.generation, manifest.step)}: it lists the shards of ranks "
-            f"{_shown(listed)} of {manifest.world}, its layout those of {_shown(wanted)} of {layout.world}"
+            f"{_shown(ranges(listed))} of {manifest.world}, its layout those of {_shown(ranges(wanted))} of {layout.world}"
         )
 
 

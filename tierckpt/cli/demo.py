@@ -1,0 +1,23 @@
+"""``tierckpt demo``: train, kill, resume, compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tierckpt.cli.target import needs_torch
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--keep", is_flag=True, help="Leave the temporary folder.")
+def command(folder: Path | None, keep: bool) -> int:
+    """Train a small GPT on four processes, kill one in the middle of a save, and show that nothing was lost.
+
+    Works in FOLDER (new or empty), by default in a temporary one.
+    """
+    needs_torch("tierckpt demo")
+    from tierckpt.demo import report
+
+    return report.main(folder, keep=keep)

@@ -1,0 +1,124 @@
+"""The store that a command is about: found, opened, and what is wrong with it put into words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from tierckpt.cli.output import count, say, say_json
+from tierckpt.errors import IncompleteError, IntegrityError, StoreError, UntrustedError
+from tierckpt.format import paths
+from tierckpt.tiers import trust
+from tierckpt.tiers.disk import DiskPlace
+from tierckpt.tiers.store import Store
+from tierckpt.tiers.verify import Report
+
+#: What is wrong with data, not with the command.
+DATA_ERRORS = (IntegrityError, UntrustedError, IncompleteError)
+
+Problem = dict[str, str]
+"""``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign", "message": …}``, as in a verification's report."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+root_argument = click.argument("root")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of this step.")
+
+
+def place_at(root: str) -> DiskPlace:
+    """The place that ROOT names, which must hold a store, be it a damaged one.
+
+    Raises:
+        StoreError: it cannot be reached, or is no store.
+    """
+    scheme, separator, rest = root.partition("://")
+    if separator and scheme != "file":
+        raise StoreError(f"{root}: this version keeps stores in folders; {scheme}:// is not supported yet")
+    place = DiskPlace(rest if separator else root)
+    try:
+        if not place.exists():
+            raise StoreError(f"{place.url}: no such folder" if not place.root.exists() else f"{place.url}: not a folder")
+    except OSError as error:
+        raise StoreError(f"cannot look at {place.url}: {error.strerror}") from error
+    if place.size(paths.STORE) is None and not any(_of_a_store(info.name) for info in place.list()):
+        raise StoreError(f"{place.url}: no checkpoint store: there is no {paths.STORE} in this folder")
+    return place
+
+
+def _of_a_store(name: str) -> bool:
+    """Whether only a store has a file of this name: one without ``tierckpt.json`` is damaged, not absent."""
+    parsers = (paths.parse_link, paths.parse_layout, paths.parse_manifest, paths.parse_shard, paths.parse_receipt)
+    return name == paths.STORE or any(parse(name) is not None for parse in parsers)
+
+
+def open_store(root: str) -> Store:
+    """The store at ROOT, its chain read and its signatures checked.
+
+    Raises:
+        StoreError: see :func:`place_at`.
+        IntegrityError, UntrustedError, IncompleteError: the chain is damaged or empty.
+    """
+    return Store.open(place_at(root))
+
+
+def trust_problems(store: Store) -> list[Problem]:
+    """Why a restore by this user would not believe the store. Nothing is pinned."""
+    trusted = usage(lambda: trust.trusted_keys(None))
+    believed = trust.Trust(trusted, trust.held_keys(store.run, None))
+    found = believed.problems(store.chain, store.url, trust.Pins.load(store.run))
+    return [{"kind": "untrusted", "message": message} for message in found]
+
+
+def usage(keys: Callable[[], frozenset[str] | None]) -> frozenset[str] | None:
+    """The keys that a user named; that one cannot be read is a wrong command, not wrong data."""
+    try:
+        return keys()
+    except UntrustedError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def problem_of(error: Exception) -> Problem:
+    """An error as a problem."""
+    report = Report("")
+    report.add(error)
+    return report.problems[0]
+
+
+def say_problems(problems: list[Problem]) -> None:
+    """One line each."""
+    for problem in problems:
+        say(f"{problem['kind']}: {problem['message']}")
+
+
+def reports_data_errors(**skeleton: Any) -> Callable[[_Command], _Command]:
+    """For commands with ``--json``: errors in the data end them with status 1 and are printed on stdout.
+
+    Args:
+        skeleton: what the JSON document has besides ``problems`` when there is nothing to tell.
+    """
+
+    def wrap(function: _Command) -> _Command:
+        @functools.wraps(function)
+        def run(*args: Any, as_json: bool, **options: Any) -> Any:
+            try:
+                return function(*args, as_json=as_json, **options)
+            except DATA_ERRORS as error:
+                problems = [problem_of(error)]
+                if as_json:
+                    say_json({**skeleton, "problems": problems})
+                else:
+                    say_problems(problems)
+                return 1
+
+        return run  # type: ignore[return-value]
+
+    return wrap
+
+
+def verdict(problems: list[Problem]) -> str:
+    """The last line: ``ok`` or how many problems there are."""
+    return count(len(problems), "problem") if problems else "ok"
