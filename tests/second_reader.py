@@ -1,18 +1,17 @@
-"""A second, independent reader of stores: written from docs/format.md alone, it shares no code with the package.
+"""A second, independent reader of stores, written from docs/format.md alone: no code of the package is used.
 
 Only for tests, and for whoever wants to know that the page suffices: ``python tests/second_reader.py STORE``.
 It favours shortness over speed; bytes are right or `Bad` is raised.
 """
 
 import base64
-import hashlib  # noqa: F401 - named so that nobody looks for SHA here: all digests are BLAKE3
 import json
 import math
 import struct
 import sys
 from collections import Counter, OrderedDict, namedtuple
 from datetime import date, datetime, time, timedelta
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 from blake3 import blake3
@@ -94,7 +93,7 @@ def document(store, name, kind, keys):
 def ranges(value):
     """The numbers of a list of ranges."""
     need(
-        all(a <= b for a, b in value) and all(x[1] + 1 < y[0] for x, y in zip(value, value[1:])),
+        all(a <= b for a, b in value) and all(x[1] + 1 < y[0] for x, y in pairwise(value)),
         "ranges",
         value,
     )
@@ -212,9 +211,9 @@ class Layout:
             need(at == 8 + n + low and entry["shape"] == [(high - low) // size], name, column)
             columns[column] = struct.unpack(f"<{(high - low) // size}{code}", data[at : at + high - low])
             at += high - low
-        order = "plan shapes piece_offsets piece_sizes name_ends aliases cuts writers splits piece_tensors piece_ranks"
+        order = "plan shapes piece_offsets piece_sizes name_ends aliases cuts writers splits piece_tensors"
         need(
-            list(columns) == [*order.split(), "dtypes", "ndims", "names"] and at == len(data), name, "columns"
+            list(columns) == [*order.split(), "piece_ranks", "dtypes", "ndims", "names"] and at == len(data), name, "columns"
         )
         plan = bytes(columns["plan"])
         self.plan = json.loads(plan)
@@ -282,7 +281,7 @@ class Layout:
     def tiled(self, tensor, shape):
         boxes = [(tuple(o), tuple(s)) for _, o, s in self.pieces[tensor]]
         inside = all(
-            0 <= o and 0 < s and o + s <= n for b in boxes for o, s, n in zip(*b, shape, strict=True)
+            o >= 0 and s > 0 and o + s <= n for b in boxes for o, s, n in zip(*b, shape, strict=True)
         )
         need(inside and sum(math.prod(s) for _, s in boxes) == math.prod(shape), tensor, "is not tiled")
         boxes.sort()
@@ -291,7 +290,9 @@ class Layout:
                 if o and p[0] >= o[0] + s[0]:
                     break
                 need(
-                    any(a + b <= c or c + d <= a for a, b, c, d in zip(o, s, p, t)), tensor, "is stored twice"
+                    any(a + b <= c or c + d <= a for a, b, c, d in zip(o, s, p, t, strict=True)),
+                    tensor,
+                    "is stored twice",
                 )
 
     def header(self, rank, digest, blob):
@@ -362,7 +363,8 @@ class Checkpoint:
         found = H("shard", bound + bytes.fromhex(head["digest"]) + chunks).hex()
         need(found == shard["digest"], name, "has a receipt of another digest")
         data = file(store, name)
-        need(len(data) == receipt["size"] > 0, name, "has", len(data), "bytes")
+        size = receipt["size"]
+        need(size and len(data) == size, name, "has", len(data), "bytes")
         digests = [blake3(data[i : i + C]).digest() for i in range(0, len(data), C)]
         wrong = [i for i, digest in enumerate(digests) if digest != chunks[32 * i : 32 * i + 32]]
         need(not wrong and len(chunks) == 32 * len(digests), name, "chunks", wrong, "are damaged")
@@ -442,7 +444,8 @@ def merged(one, other):
     if type(one) is type(other) and type(one) in (list, tuple):
         longer = one if len(one) > len(other) else other
         return type(one)(
-            [merged(a, b) for a, b in zip(one, other)] + list(longer[min(len(one), len(other)) :])
+            [merged(a, b) for a, b in zip(one, other, strict=False)]
+            + list(longer[min(len(one), len(other)) :])
         )
     return one
 
@@ -500,7 +503,7 @@ def decode(value):
 
 
 def read_store(path, step=None, trust=None):
-    """The state of a step, by default of the newest, as plain data with `Tensor`, `PerRank` and `Other` in it."""
+    """The state of a step, by default the newest, as plain data with `Tensor`, `PerRank`, `Other` in it."""
     chain = Chain(path, trust)
     found = [ref for ref in chain.lineage() if step is None or ref["step"] == step]
     need(found, "there is no such checkpoint")
@@ -527,7 +530,7 @@ def verify_store(path):
     live = {step_dir(ref) for ref in chain.live.values()}
     for file in Path(path).rglob("*"):
         name = file.relative_to(path).as_posix()
-        own = name.startswith("chain/") or name.startswith("layouts/") or name in known
+        own = name.startswith(("chain/", "layouts/")) or name in known
         left_over = (
             name.startswith("g") and "/".join(name.split("/")[:2]) not in live
         )  # of uncommitted or retired steps

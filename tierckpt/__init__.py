@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .agent.handle import Handle, SaveInfo
-    from .checkpointer import Checkpointer
-    from .config import Disk, KeepEvery, KeepLast
-    from .errors import (
+    from tierckpt.agent.handle import Handle, SaveInfo
+    from tierckpt.checkpointer import Checkpointer
+    from tierckpt.config import Disk, KeepEvery, KeepLast
+    from tierckpt.errors import (
         ArenaFullError,
         FencedError,
         IncompleteError,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         TornSnapshotError,
         UntrustedError,
     )
-    from .functional import async_save, load, read, save
-    from .inspection import latest, prune, steps, verify
-    from .restore.load import LoadInfo
-    from .state.marks import PerRank, Pieces
-    from .state.rng import rng_state
+    from tierckpt.functional import async_save, load, read, save
+    from tierckpt.inspection import latest, prune, steps, verify
+    from tierckpt.restore.load import LoadInfo
+    from tierckpt.state.marks import PerRank, Pieces
+    from tierckpt.state.rng import rng_state
 
 __version__ = "0.1.0"
 

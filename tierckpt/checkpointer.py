@@ -11,22 +11,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import config
-from .agent.coordinator import Coordinator
-from .agent.drain import Drain, Shard, header_digest
-from .agent.handle import Handle
-from .config import Disk
-from .errors import FencedError, LayoutError, StateError, StepExistsError, StoreError, TierckptError, UntrustedError
-from .format import values
-from .format.chain import Chain, CheckpointRef
-from .format.keys import SigningKey
-from .group import Group
-from .restore.load import LoadInfo, load
-from .snapshot.arena import Arena
-from .snapshot.stager import LiveSource
-from .state.planner import Planner, Prepared
-from .tiers.disk import DiskPlace
-from .tiers.trust import trusted_keys
+from tierckpt import config
+from tierckpt.agent.coordinator import Coordinator
+from tierckpt.agent.drain import Drain, Shard, header_digest
+from tierckpt.agent.handle import Handle
+from tierckpt.config import Disk
+from tierckpt.errors import (
+    FencedError,
+    LayoutError,
+    StateError,
+    StepExistsError,
+    StoreError,
+    TierckptError,
+    UntrustedError,
+)
+from tierckpt.format import values
+from tierckpt.format.chain import Chain, CheckpointRef
+from tierckpt.format.keys import SigningKey
+from tierckpt.group import Group
+from tierckpt.restore.load import LoadInfo, load
+from tierckpt.snapshot.arena import Arena
+from tierckpt.snapshot.stager import LiveSource
+from tierckpt.state.planner import Planner, Prepared
+from tierckpt.tiers.disk import DiskPlace
+from tierckpt.tiers.trust import trusted_keys
 
 Key = str | os.PathLike[str] | SigningKey
 
@@ -188,7 +196,9 @@ class Checkpointer:
         self._surface()
         return handle
 
-    def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
+    def _save(
+        self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False
+    ) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
         self._must_be_open()
@@ -211,7 +221,9 @@ class Checkpointer:
         handle.timings["stall"] = time.perf_counter() - began
         return handle
 
-    def _snapshot(self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool) -> None:
+    def _snapshot(
+        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool
+    ) -> None:
         """All ranks meet once, then each copies; what fails on one after that fails on all in the drain."""
         note: list[Any] = []
 
@@ -223,7 +235,9 @@ class Checkpointer:
 
         prepared = self._planner.plan(state, f"the save of step {step}", mine)
         if len(set(prepared.told)) > 1:
-            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}")
+            raise StateError(
+                f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}"
+            )
         self._steps.add(step)
         shard: Shard | BaseException
         try:
@@ -325,7 +339,9 @@ class Checkpointer:
             handle._told = True
             message = f"the save of step {handle.step} failed: {error}"
             if isinstance(error, FencedError) or (self._on_error == "raise" and not self._closed):
-                raise type(error)(message) from error if isinstance(error, TierckptError) else StoreError(message)
+                raise type(error)(message) from (
+                    error if isinstance(error, TierckptError) else StoreError(message)
+                )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     @property
@@ -371,10 +387,10 @@ def folder(root: str | os.PathLike[str]) -> Path:
     if "://" in text:
         scheme, _, rest = text.partition("://")
         if scheme != "file":
-            raise StateError(f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet")
+            raise StateError(
+                f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet"
+            )
         text = rest
     if not text:
         raise StateError("root is empty: it takes the path of a folder")
     return Path(text)
-
-

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import StateError
+from tierckpt.errors import StateError
 
 #: Threads that hash and write (or read and verify) one shard. More than the cores: half of them wait for the disk.
 IO_THREADS = 4
@@ -112,7 +112,9 @@ class Cadence:
                 seconds = 0.0
             if seconds > 0:
                 return Cadence(None, seconds)
-        raise StateError(f"every={every!r}: it takes a number of steps (≥ 1) or a duration such as '30s', '10min', '1h'")
+        raise StateError(
+            f"every={every!r}: it takes a number of steps (≥ 1) or a duration such as '30s', '10min', '1h'"
+        )
 
     def due(self, step: int, last_step: int, elapsed: float) -> bool:
         """Whether ``step`` is due when the last one taken was ``last_step``, ``elapsed`` seconds ago."""

@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import config
-from .agent.handle import Handle, SaveInfo
-from .checkpointer import Checkpointer, Key, folder
-from .group import Group
-from .restore import load as restoring
-from .restore.load import LoadInfo
-from .tiers import trust as trusting
-from .tiers.disk import DiskPlace
-from .tiers.store import Store
+from tierckpt import config
+from tierckpt.agent.handle import Handle, SaveInfo
+from tierckpt.checkpointer import Checkpointer, Key, folder
+from tierckpt.group import Group
+from tierckpt.restore import load as restoring
+from tierckpt.restore.load import LoadInfo
+from tierckpt.tiers import trust as trusting
+from tierckpt.tiers.disk import DiskPlace
+from tierckpt.tiers.store import Store
 
 #: Functional saves of one process group to one root share a generation.
 _sessions: dict[tuple[str, str | None, int], Checkpointer] = {}
@@ -195,5 +195,7 @@ def _session(
     name = (str(folder(root).resolve()), run, id(group) if group is not None else 0)
     session = _sessions.get(name)
     if session is None or session.closed:
-        session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)
+        session = _sessions[name] = Checkpointer(
+            root, run=run, group=group, key=key, agent="off", timeout=timeout
+        )
     return session

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from . import errors
-from .errors import StoreError, TierckptError
+from tierckpt import errors
+from tierckpt.errors import StoreError, TierckptError
+
+#: Up to so many ranks that have something to say are heard one after the other.
+_FEW = 4
 
 
 class Group:
@@ -81,23 +85,59 @@ class Group:
         import torch
         import torch.distributed as dist
 
-        try:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._pg)
-            width = max(int(size) for size in sizes)
-            if width == 0:
-                return [b""] * self.size
+        with self._contact():
+            counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(counts, torch.tensor([len(payload)]), group=self._pg)
+            sizes = [int(count) for count in counts]
+            speakers = [rank for rank, size in enumerate(sizes) if size]
+            if len(speakers) <= _FEW:
+                # A large word of one rank must not take room for as much from every rank.
+                told = {rank: self._spread(payload, rank, sizes[rank]) for rank in speakers}
+                return [told.get(rank, b"") for rank in range(self.size)]
+            width = max(sizes)
             mine = torch.zeros(width, dtype=torch.uint8)
             if payload:
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            all_of_them = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(all_of_them, mine, group=self._pg)
+            gathered = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(gathered, mine, group=self._pg)
+        return [ctypes.string_at(t.data_ptr(), size) for t, size in zip(gathered, sizes, strict=True)]
+
+    def _spread(self, payload: bytes, source: int, size: int) -> bytes:
+        import torch
+        import torch.distributed as dist
+
+        data = torch.empty(size, dtype=torch.uint8)
+        if source == self.rank:
+            ctypes.memmove(data.data_ptr(), payload, size)
+        dist.broadcast(data, self.global_ranks[source], group=self._pg)
+        return payload if source == self.rank else ctypes.string_at(data.data_ptr(), size)
+
+    def send(self, data: memoryview, to: int) -> None:
+        """Give bytes to rank ``to``, which must be in :meth:`receive`. Not collective."""
+        import torch
+        import torch.distributed as dist
+
+        with self._contact():
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), self.global_ranks[to], group=self._pg)
+
+    def receive(self, into: memoryview, source: int) -> None:
+        """Take ``into.nbytes`` bytes from rank ``source``, which must be in :meth:`send`. Not collective."""
+        import torch
+        import torch.distributed as dist
+
+        with self._contact():
+            dist.recv(torch.frombuffer(into, dtype=torch.uint8), self.global_ranks[source], group=self._pg)
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        """What goes wrong between the ranks becomes an error of ours."""
+        try:
+            yield
         except RuntimeError as error:
             raise StoreError(
                 f"rank {self.rank}: lost contact with another rank of the group, or it did not come within "
                 f"{self.timeout:g} s (TIERCKPT_TIMEOUT): {error}"
             ) from error
-        return [ctypes.string_at(t.data_ptr(), int(n)) for t, n in zip(all_of_them, sizes, strict=True)]
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """What rank 0 passed. Collective."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .agent.prune import Pruned
-from .agent.prune import prune as prune_place
-from .config import READERS_GRACE, Retention, retention
-from .errors import IncompleteError
-from .tiers import trust as trusting
-from .tiers import verify as verifying
-from .tiers.disk import DiskPlace
-from .tiers.store import Store
-from .tiers.verify import Report
+from tierckpt.agent.prune import Pruned
+from tierckpt.agent.prune import prune as prune_place
+from tierckpt.config import READERS_GRACE, Retention, retention
+from tierckpt.errors import IncompleteError
+from tierckpt.tiers import trust as trusting
+from tierckpt.tiers import verify as verifying
+from tierckpt.tiers.disk import DiskPlace
+from tierckpt.tiers.store import Store
+from tierckpt.tiers.verify import Report
 
 
 def latest(root: str | os.PathLike[str], *, run: str | None = None) -> int | None:
@@ -99,7 +99,11 @@ def prune(
     """
     place = DiskPlace(root)
     return prune_place(
-        place, retention(keep), grace=grace, dry_run=dry_run, key=key, trusted=trusting.trusted_keys(trust), run=run
+        place,
+        retention(keep),
+        grace=grace,
+        dry_run=dry_run,
+        key=key,
+        trusted=trusting.trusted_keys(trust),
+        run=run,
     )
-
-

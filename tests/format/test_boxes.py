@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -174,7 +175,7 @@ def test_time_does_not_grow_with_the_square(faulty: bool) -> None:
 
 def flat_ranges(shape: tuple[int, ...], count: int, rng: random.Random) -> list[Box]:
     bounds = [0, *sorted(rng.sample(range(1, prod(shape)), count - 1)), prod(shape)]
-    return [box for lo, hi in zip(bounds, bounds[1:], strict=False) for box in flat_range(shape, lo, hi)]
+    return [box for lo, hi in pairwise(bounds) for box in flat_range(shape, lo, hi)]
 
 
 def test_what_is_hostile_stays_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Protects the formulas of regular cuts: each must give what really cutting a tensor of element numbers gives.
+"""Protects the formulas of regular cuts: each must give what cutting a tensor of element numbers gives.
 
 A rank that is put in the wrong place here reads and writes the wrong rows without anybody noticing.
 """
@@ -102,16 +102,16 @@ def test_boxes_within_a_box_are_found_without_looking_at_all(
             all_boxes.setdefault(box, set()).add(cut.mesh.rank(coordinate))
     assert tiles(shape, list(all_boxes)) is None
     assert all(len(ranks) == cut.replicas for ranks in all_boxes.values())
-    offset = tuple(rng.randint(0, n) for n in shape)
+    offset: tuple[int, ...] = tuple(rng.randint(0, n) for n in shape)
     within = Box(offset, tuple(rng.randint(0, n - o) for n, o in zip(shape, offset, strict=True)))
     for wanted in (within, whole(shape)):
         found = [(box, coordinate) for coordinate, box in cut.boxes(shape, wanted)]
         touched = {box for box in all_boxes if intersection(box, wanted) is not None}
         assert sorted(box for box, _ in found) == sorted(touched)
-        for box, coordinate in found:
-            ranks = [cut.rank(coordinate, r) for r in range(cut.replicas)]
-            assert set(ranks) == all_boxes[box]
-            for r, rank in enumerate(ranks):
+        for box, corner in found:
+            holders = [cut.rank(corner, r) for r in range(cut.replicas)]
+            assert set(holders) == all_boxes[box]
+            for r, rank in enumerate(holders):
                 place = cut.mesh.coordinate(rank)
                 assert place is not None and cut.replica(place) == r
 

@@ -322,6 +322,10 @@ class Opaque(torch.Tensor):
     def __new__(cls, inner: torch.Tensor) -> Opaque:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
 
 class Scaled(torch.Tensor):
     """int8 data with a scale; the block size is part of the type."""

@@ -8,15 +8,15 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 
-from ..config import FREE_MARGIN, Retention
-from ..errors import IncompleteError, IntegrityError, StepExistsError, StoreError, TierckptError
-from ..format import paths
-from ..format.chain import Chain, CheckpointRef, Link
-from ..format.keys import SigningKey
-from ..format.manifest import Manifest
-from ..tiers import leftovers, trust
-from ..tiers.base import Place
-from ..tiers.store import Store, put
+from tierckpt.config import FREE_MARGIN, Retention
+from tierckpt.errors import IncompleteError, IntegrityError, StepExistsError, StoreError, TierckptError
+from tierckpt.format import paths
+from tierckpt.format.chain import Chain, CheckpointRef, Link
+from tierckpt.format.keys import SigningKey
+from tierckpt.format.manifest import Manifest
+from tierckpt.tiers import leftovers, trust
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.store import Store, put
 
 
 class Coordinator:
@@ -133,7 +133,9 @@ class Coordinator:
     def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
         self.store.must_be_current(self.generation)
         if (ref.generation, ref.step) in chain.committed:
-            raise StepExistsError(f"{self.store.url}: step {ref.step} of generation {ref.generation} is already committed")
+            raise StepExistsError(
+                f"{self.store.url}: step {ref.step} of generation {ref.generation} is already committed"
+            )
         return chain.commit(ref, pinned=pinned)
 
     def discard(self, step: int, rank: int) -> None:
@@ -142,16 +144,22 @@ class Coordinator:
         try:
             self.place.remove(names)
         except TierckptError as error:
-            warnings.warn(f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+            warnings.warn(
+                f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2
+            )
 
     def _give_back(self, ref: CheckpointRef) -> None:
         """Remove the files of a step that could not be published, if it really was not."""
         try:
             self.store.refresh()
             if (ref.generation, ref.step) not in self.store.chain.committed:
-                self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
+                self.place.remove(
+                    info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step))
+                )
         except TierckptError as error:
-            warnings.warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+            warnings.warn(
+                f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2
+            )
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
@@ -214,5 +222,3 @@ def _new_run() -> str:
     import uuid
 
     return f"run-{uuid.uuid4().hex}"
-
-

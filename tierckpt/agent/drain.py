@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import StoreError
-from ..format import paths
-from ..format.digest import derive
-from ..format.manifest import Manifest, ShardRef
-from ..format.receipt import Receipt
-from ..tiers.chunks import Source, retried, write_shard
-from ..tiers.store import put
-from .coordinator import Coordinator
-from .handle import Handle, SaveInfo
+from tierckpt.agent.coordinator import Coordinator
+from tierckpt.agent.handle import Handle, SaveInfo
+from tierckpt.errors import StoreError
+from tierckpt.format import paths
+from tierckpt.format.digest import derive
+from tierckpt.format.manifest import Manifest, ShardRef
+from tierckpt.format.receipt import Receipt
+from tierckpt.tiers.chunks import Source, retried, write_shard
+from tierckpt.tiers.store import put
 
 
 class Ranks(Protocol):
@@ -120,7 +120,11 @@ class Drain:
         layout = job.shard.layout
 
         def commit() -> bytes:
-            return self._coordinator.commit(manifest, layout, pinned=job.pinned) if self._ranks.rank == 0 else b""
+            return (
+                self._coordinator.commit(manifest, layout, pinned=job.pinned)
+                if self._ranks.rank == 0
+                else b""
+            )
 
         told = self._ranks.vote(what, commit)
         self._coordinator.heed(told[0])
@@ -190,6 +194,6 @@ def header_digest(header: bytes) -> str:
 
 
 def _plain(metadata: Any) -> Any:
-    from ..format import values
+    from tierckpt.format import values
 
     return None if metadata is None else values.decode(metadata, what="metadata")

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import Retention
-from ..format.chain import Chain, CheckpointRef, Link
-from ..format.keys import SigningKey
-from ..tiers import leftovers, trust
-from ..tiers.base import Place
-from ..tiers.store import Store
-from .coordinator import check_present, to_retire
+from tierckpt.agent.coordinator import check_present, to_retire
+from tierckpt.config import Retention
+from tierckpt.format.chain import Chain, CheckpointRef, Link
+from tierckpt.format.keys import SigningKey
+from tierckpt.tiers import leftovers, trust
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.store import Store
 
 
 @dataclass
@@ -33,7 +33,9 @@ class Pruned:
     def to_json(self) -> dict[str, Any]:
         """As ``tierckpt prune --json`` prints it."""
         return {
-            "retired": [{"generation": ref.generation, "step": ref.step, "id": ref.id} for ref in self.retired],
+            "retired": [
+                {"generation": ref.generation, "step": ref.step, "id": ref.id} for ref in self.retired
+            ],
             "removed": self.removed,
             "bytes": self.size,
             "waiting": self.waiting,

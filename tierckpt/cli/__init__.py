@@ -1,7 +1,7 @@
 """The command line: one file per command, imported when it is called.
 
-Exit status: 0 all is well; 1 something is wrong with the data, named on stdout; 2 the command could not run, said in one
-line on stderr. ``TIERCKPT_DEBUG`` adds the traceback.
+Exit status: 0 all is well; 1 something is wrong with the data, named on stdout; 2 the command could not run, said
+in one line on stderr. ``TIERCKPT_DEBUG`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (TierckptError, ImportError) as error:
             return _cannot_run(f"tierckpt: {error}")
         except Exception as error:
-            what = error if isinstance(error, OSError) else f"unexpected error: {type(error).__name__}: {error}"
-            return _cannot_run(f"tierckpt: {what}")
+            kind = "" if isinstance(error, OSError) else f"unexpected error: {type(error).__name__}: "
+            return _cannot_run(f"tierckpt: {kind}{error}")
     return status if isinstance(status, int) else 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tierckpt.cli.target import needs_torch
+from tierckpt.cli.needs import needs_torch
 
 
 @click.command()

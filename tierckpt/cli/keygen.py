@@ -14,9 +14,10 @@ from tierckpt.format.keys import SigningKey
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def command(path: Path) -> int:
-    """Write a new private key to PATH (readable by you alone) and its public half to PATH.pub; print the public key.
+    """Write a new private key to PATH, readable by you alone, and its public half to PATH.pub.
 
-    Nothing is ever overwritten. Sign with key= or TIERCKPT_KEY=PATH, trust with trust= or TIERCKPT_TRUST=PATH.pub.
+    Prints the public key; overwrites nothing. Sign with key= or TIERCKPT_KEY=PATH, trust with trust= or
+    TIERCKPT_TRUST=PATH.pub.
     """
     public = path.with_name(path.name + ".pub")
     for one in (path, public):

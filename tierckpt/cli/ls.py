@@ -35,8 +35,8 @@ _SHORT = 60
 def command(root: str, as_json: bool) -> int:
     """List the checkpoints of the store at ROOT, in the order in which they were committed.
 
-    A checkpoint is the newest one, live, pinned (never retired), abandoned (the run went on from an earlier one) or
-    retired (its files are gone or may go).
+    A checkpoint is the newest one, live, pinned (never retired), abandoned (the run went on from an earlier
+    one) or retired (its files are gone or may go).
     """
     store = open_store(root)
     problems = trust_problems(store)
@@ -91,8 +91,8 @@ def _to_row(one: Committed, manifest: Manifest | None) -> tuple[str, ...]:
         str(one.ref.step),
         str(one.ref.generation),
         moment(one.time),
-        "–" if manifest is None else size(entry["size"]),
-        "–" if manifest is None else str(manifest.world),
+        "" if manifest is None else size(entry["size"]),
+        "" if manifest is None else str(manifest.world),
         state,
         "" if entry["metadata"] is None else compact(entry["metadata"], _SHORT),
     )

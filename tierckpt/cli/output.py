@@ -1,4 +1,4 @@
-"""What commands print: plain lines, tables, JSON and progress. rich is imported where something is shown with it."""
+"""What commands print: plain lines, tables, JSON and progress. rich is imported where it shows something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIPE_WIDTH = 1 << 16
 
 
 def clean(text: str) -> str:
-    """``text`` in one line without anything that steers a terminal: names and metadata may come from a hostile store."""
+    """``text`` in one line, without what steers a terminal: it may come from a hostile store."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -55,7 +55,7 @@ def count(number: int, noun: str) -> str:
 
 
 def spans(ranks: Sequence[int] | Sequence[tuple[int, int]], most: int = 4) -> str:
-    """Ascending ranks, or ranges of them, as ``0–3, 8``; after ``most`` ranges comes an ellipsis."""
+    """Ascending ranks, or ranges of them, as ``0-3, 8``; after ``most`` ranges comes an ellipsis."""
     found: list[tuple[int, int]] = []
     for rank in ranks:
         first, last = rank if isinstance(rank, tuple) else (rank, rank)
@@ -63,7 +63,7 @@ def spans(ranks: Sequence[int] | Sequence[tuple[int, int]], most: int = 4) -> st
             found[-1] = (found[-1][0], last)
         else:
             found.append((first, last))
-    texts = [str(first) if first == last else f"{first}–{last}" for first, last in found[:most]]
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found[:most]]
     return ", ".join([*texts, "…"] if len(found) > most else texts)
 
 
@@ -100,12 +100,19 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr if that is a terminal: a function that takes bytes done and bytes in all; None in a pipe."""
+    """A bar on stderr, if that is a terminal: call it with bytes done and bytes in all. None in a pipe."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     bar = Progress(
         TextColumn("{task.description}"),

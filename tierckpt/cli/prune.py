@@ -15,7 +15,7 @@ from tierckpt.config import READERS_GRACE
 
 @click.command()
 @root_argument
-@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Retire all but the N newest checkpoints.")
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Retire all but the N newest.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
@@ -25,14 +25,16 @@ from tierckpt.config import READERS_GRACE
     help="How long the files of a retired checkpoint stay for readers.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
-@click.option("--key", metavar="PATH", help="The private key that signs (default: TIERCKPT_KEY, else the run's own).")
+@click.option(
+    "--key", metavar="PATH", help="The private key that signs, if not TIERCKPT_KEY or the run's own."
+)
 @json_option
 @reports_data_errors()
 def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str | None, as_json: bool) -> int:
     """Retire old checkpoints of the store at ROOT and remove files that nothing refers to any more.
 
-    Without --keep nothing is retired; only left-overs go: of retired checkpoints, of saves that were never committed,
-    of writes that did not finish, and layouts that no checkpoint uses.
+    Without --keep nothing is retired; only left-overs go: of retired checkpoints, of saves that were never
+    committed, of writes that did not finish, and layouts that no checkpoint uses.
     """
     place = place_at(root)
     done = inspection.prune(place.root, keep, grace=grace, dry_run=dry_run, key=key)
@@ -46,7 +48,7 @@ def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str |
         say(f"{folder}: {count(files, 'file')} {would}removed")
     say(f"{count(len(done.removed), 'file')} ({size(done.size)}) {would}removed")
     if done.waiting:
-        say(f"{count(len(done.waiting), 'file')} of retired checkpoints {would}kept for readers, {grace:g} s long")
+        say(f"{count(len(done.waiting), 'file')} of retired checkpoints {would}kept for readers, {grace:g} s")
     return 0
 
 

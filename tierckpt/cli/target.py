@@ -20,13 +20,12 @@ from tierckpt.tiers.verify import Report
 DATA_ERRORS = (IntegrityError, UntrustedError, IncompleteError)
 
 Problem = dict[str, str]
-"""``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign", "message": …}``, as in a verification's report."""
+"""``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign", "message": …}``, as in `Report.problems`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 root_argument = click.argument("root")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of this step.")
 
 
 def place_at(root: str) -> DiskPlace:
@@ -41,18 +40,25 @@ def place_at(root: str) -> DiskPlace:
     place = DiskPlace(rest if separator else root)
     try:
         if not place.exists():
-            raise StoreError(f"{place.url}: no such folder" if not place.root.exists() else f"{place.url}: not a folder")
+            reason = "not a folder" if place.root.exists() else "no such folder"
+            raise StoreError(f"{place.url}: {reason}")
     except OSError as error:
         raise StoreError(f"cannot look at {place.url}: {error.strerror}") from error
-    if place.size(paths.STORE) is None and not any(_of_a_store(info.name) for info in place.list()):
+    if place.size(paths.STORE) is None and not _was_store(place):
         raise StoreError(f"{place.url}: no checkpoint store: there is no {paths.STORE} in this folder")
     return place
 
 
-def _of_a_store(name: str) -> bool:
-    """Whether only a store has a file of this name: one without ``tierckpt.json`` is damaged, not absent."""
-    parsers = (paths.parse_link, paths.parse_layout, paths.parse_manifest, paths.parse_shard, paths.parse_receipt)
-    return name == paths.STORE or any(parse(name) is not None for parse in parsers)
+def _was_store(place: DiskPlace) -> bool:
+    """Whether there are files that only a store has: one without its ``tierckpt.json`` is damaged, not absent."""
+    parsers = (paths.parse_link, paths.parse_layout, paths.parse_manifest, paths.parse_shard)
+    folders = (
+        paths.CHAIN,
+        paths.LAYOUTS,
+        paths.generation_dir(1),
+    )  # not all: it may be anything, of any size
+    names = (info.name for folder in folders for info in place.list(folder))
+    return any(parse(name) is not None for name in names for parse in parsers)
 
 
 def open_store(root: str) -> Store:

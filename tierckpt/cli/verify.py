@@ -21,11 +21,16 @@ def _digest(ctx: click.Context, parameter: click.Parameter, value: str | None) -
 
 @click.command()
 @root_argument
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Check this step instead of the newest.")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="This step instead of the newest.")
 @click.option("--all", "every", is_flag=True, help="Check every checkpoint.")
 @click.option("--quick", is_flag=True, help="Read no shard bytes: documents, names and sizes only.")
 @click.option("--deep", is_flag=True, help="Check every further copy of the bytes, too.")
-@click.option("--trust", multiple=True, metavar="KEY", help="A public key (hex or file) to trust instead of those pinned.")
+@click.option(
+    "--trust",
+    multiple=True,
+    metavar="KEY",
+    help="Trust this public key (hex or file), not those pinned.",
+)
 @click.option("--expect-head", metavar="DIGEST", callback=_digest, help="A link that the chain must contain.")
 @click.option("--allow-extra", is_flag=True, help="Files that do not belong to the store are no fault.")
 @json_option
@@ -68,7 +73,8 @@ def command(
     for generation, number in report.checked:
         say(f"checked step {number} (generation {generation})")
     if report.checked:
-        say("no shard bytes were read (--quick)" if quick else f"{size(report.bytes)} of shards read and hashed")
+        read = f"{size(report.bytes)} of shards read and hashed"
+        say("no shard bytes were read (--quick)" if quick else read)
     for note in report.notes:
         say(f"note: {note}")
     say_problems(report.problems)

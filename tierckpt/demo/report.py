@@ -64,12 +64,12 @@ def main(folder: Path | None = None, *, keep: bool = False) -> int:
     differs, 2 when the demo could not run.
     """
     console = Console(highlight=False)
-    with _workspace(folder, keep, console) as space:
-        try:
+    try:
+        with _workspace(folder, keep, console) as space:
             return 0 if _demo(space, console) else 1
-        except DemoError as error:
-            console.print(f"[red]the demo could not run:[/red] {escape(str(error))}", soft_wrap=True)
-            return 2
+    except DemoError as error:
+        console.print(f"[red]the demo could not run:[/red] {escape(str(error))}", soft_wrap=True)
+        return 2
 
 
 def _demo(space: Path, console: Console) -> bool:
@@ -86,18 +86,16 @@ def _demo(space: Path, console: Console) -> bool:
     if len(hit.attempts) != 2 or not hit.attempts[1]:
         raise DemoError(f"expected one restart, saw {len(hit.attempts) - 1}")
     resumed = min(hit.attempts[1])
-    console.print(
-        f"   killed while it saved step {kill.step}: {kill.shard.name} was there, its receipt was not"
-    )
-    console.print(f"   restarted by torchrun; resumed after step {resumed - 1}\n")
+    console.print(f"   killed in the save of step {kill.step}: its shard was there, the receipt was not")
+    console.print(f"   torchrun restarted the job, which went on after step {resumed - 1}\n")
 
     table, equal = _compare(calm, hit, resumed)
     console.print(table)
 
     console.print(f"\n[bold]3[/bold]  the checkpoint of step {STEPS - 1}, loaded into other layouts")
-    layouts = Table("state", "digest of all parameters and optimizer state", "", box=None, padding=(0, 2))
-    layouts.add_row(f"{WORLD} processes, as it was trained", combined(hit.digests)[:32], "")
-    for processes, text in ((2, "2 processes, FSDP2"), (1, "1 process, plain")):
+    layouts = Table("processes", "digest of the whole state", "", box=None, padding=(0, 2))
+    layouts.add_row(f"{WORLD}, as trained", combined(hit.digests)[:32], "")
+    for processes, text in ((2, "2, FSDP2"), (1, "1, plain")):
         digests = _load(space, processes)
         equal &= digests == hit.digests
         layouts.add_row(text, combined(digests)[:32], _verdict(digests == hit.digests))
@@ -105,9 +103,9 @@ def _demo(space: Path, console: Console) -> bool:
     console.print(layouts)
 
     root = space / "killed"
-    console.print(f"\n[bold]4[/bold]  tierckpt verify {root}")
+    console.print(f"\n[bold]4[/bold]  tierckpt verify {escape(str(root))}", soft_wrap=True)
     verify = _run([sys.executable, "-m", "tierckpt", "verify", str(root)], space)
-    console.print(verify.stdout.decode(errors="replace").rstrip(), markup=False)
+    console.print(verify.stdout.decode(errors="replace").rstrip(), markup=False, soft_wrap=True)
     equal &= verify.returncode == 0
 
     seconds = time.monotonic() - begun
@@ -119,7 +117,7 @@ def _demo(space: Path, console: Console) -> bool:
 
 
 def _compare(calm: Run, hit: Run, resumed: int) -> tuple[Table, bool]:
-    table = Table("step", "loss, undisturbed", "loss, killed and resumed", "", box=None, padding=(0, 2))
+    table = Table("step", "undisturbed", "killed, resumed", "", box=None, padding=(0, 2))
     equal = True
     shown = {*range(EVERY - 1, STEPS, EVERY), *range(resumed - 1, resumed + 2)}
     for step in range(STEPS):
@@ -129,17 +127,17 @@ def _compare(calm: Run, hit: Run, resumed: int) -> tuple[Table, bool]:
         same = bool(found) and all(loss == expected for loss in found)
         equal &= same
         if step in shown or not same:
-            losses = " and ".join(dict.fromkeys(f"{float.fromhex(loss):.12f}" for loss in found))
-            note = "   first after the restart" if step == resumed else ""
-            table.add_row(str(step), f"{float.fromhex(expected):.12f}", losses, _verdict(same) + note)
+            losses = " and ".join(dict.fromkeys(f"{float.fromhex(loss):.10f}" for loss in found))
+            note = ", first after restart" if step == resumed else ""
+            table.add_row(str(step), f"{float.fromhex(expected):.10f}", losses, _verdict(same) + note)
     table.add_row("all", f"{STEPS} losses", f"{sum(map(len, hit.attempts))} losses", _verdict(equal))
     same = calm.digests == hit.digests
-    table.add_row("end", combined(calm.digests)[:16] + "…", combined(hit.digests)[:16] + "…", _verdict(same))
+    table.add_row("end", combined(calm.digests)[:12] + "…", combined(hit.digests)[:12] + "…", _verdict(same))
     return table, equal and same
 
 
 def _verdict(same: bool) -> str:
-    return "[green]equal, bit for bit[/green]" if same else "[red]DIFFERENT[/red]"
+    return "[green]bit-equal[/green]" if same else "[red]DIFFERENT[/red]"
 
 
 def _name_differences(expected: Digests, found: Digests, console: Console) -> None:
@@ -279,12 +277,14 @@ def _workspace(folder: Path | None, keep: bool, console: Console) -> Iterator[Pa
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise SystemExit(f"{folder} is not empty: name a new folder")
+            raise DemoError(f"{folder} is not empty: name a new folder")
         yield folder.resolve()
     elif keep:
         space = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
-        yield space
-        console.print(f"kept in {space}")
+        try:
+            yield space
+        finally:
+            console.print(f"kept in {escape(str(space))}", soft_wrap=True)
     else:
         with tempfile.TemporaryDirectory(prefix="tierckpt-demo-") as temporary:
             yield Path(temporary)

@@ -75,8 +75,8 @@ def _other(key: object) -> str:
         try:
             return str(key)
         except ValueError as error:  # more digits than Python converts
-            raise StateError(f"a key is too large an integer: {error}") from None
-    encoded = canonical.encode(values.encode(key, path=f"key {key!r:.80}"))
+            raise StateError(f"an integer is too large for a key: {error}") from None
+    encoded = canonical.encode(values.encode(key, path=f"key {values.shown(key)}"))
     return "~k" + base64.urlsafe_b64encode(encoded).rstrip(b"=").decode("ascii")
 
 

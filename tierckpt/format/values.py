@@ -40,11 +40,19 @@ def encode(value: object, *, path: str = "") -> JSON:
     try:
         return _encode(value, 0)
     except Refused as refused:
-        steps = [f"[{step!r:.60}]" for step in reversed(refused.path)]
+        steps = [f"[{shown(step)}]" for step in reversed(refused.path)]
         if len(steps) > 12:
             steps = [*steps[:6], "…", *steps[-3:]]
         place = path + "".join(steps)
         raise StateError(f"{place or 'the value'}: {refused}") from None
+
+
+def shown(key: object) -> str:
+    """The start of the representation of a key, for a message."""
+    try:
+        return f"{key!r:.60}"
+    except Exception:  # a repr may raise anything: that of an integer of 5,000 digits does
+        return f"<{type(key).__name__}>"
 
 
 def _encode(value: object, depth: int) -> JSON:

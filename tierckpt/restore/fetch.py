@@ -7,18 +7,18 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .. import _native
-from ..errors import IntegrityError
-from ..format import blob, shard
-from ..format.canonical import JSON
-from ..format.digest import CHUNK
-from ..format.layout import Layout
-from ..format.manifest import Manifest
-from ..format.receipt import Receipt
-from ..tiers.base import Reader
-from ..tiers.chunks import check_header, read_chunks, read_header
-from ..tiers.store import Store
-from .plan import ShardRead, touched
+from tierckpt import _native
+from tierckpt.errors import IntegrityError
+from tierckpt.format import blob, shard
+from tierckpt.format.canonical import JSON
+from tierckpt.format.digest import CHUNK
+from tierckpt.format.layout import Layout
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.receipt import Receipt
+from tierckpt.restore.plan import ShardRead, touched
+from tierckpt.tiers.base import Reader
+from tierckpt.tiers.chunks import check_header, read_chunks, read_header
+from tierckpt.tiers.store import Store
 
 
 @dataclass

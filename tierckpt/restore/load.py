@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from ..errors import IncompleteError, IntegrityError, LayoutError, StoreError
-from ..format import names, values
-from ..format.boxes import Box
-from ..format.canonical import JSON
-from ..format.chain import CheckpointRef
-from ..format.layout import Layout
-from ..format.manifest import Manifest
-from ..group import Group
-from ..state.layout import Describer, Destination, destination
-from ..state.tree import Saved, Target, build, names_of, unexpected_problems
-from ..tiers.base import Place
-from ..tiers.store import Store
-from ..tiers.verify import check_layout
-from .fetch import ShardFetch
-from .locate import candidates
-from .plan import Wanted, plan
+from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StoreError
+from tierckpt.format import names, values
+from tierckpt.format.boxes import Box
+from tierckpt.format.canonical import JSON
+from tierckpt.format.chain import CheckpointRef
+from tierckpt.format.layout import Layout
+from tierckpt.format.manifest import Manifest
+from tierckpt.group import Group
+from tierckpt.restore.fetch import ShardFetch
+from tierckpt.restore.locate import candidates
+from tierckpt.restore.plan import Wanted, plan
+from tierckpt.state.layout import Describer, Destination, destination
+from tierckpt.state.tree import Saved, Target, build, names_of, unexpected_problems
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.store import Store
+from tierckpt.tiers.verify import check_layout
 
 #: Faults of one candidate, after which an older one may be tried. What else goes wrong concerns all of them.
 _FALL_BACK = (IntegrityError, IncompleteError, StoreError)
@@ -235,7 +235,9 @@ class _Attempt:
             assert index is not None
             dtype = getattr(torch, layout.dtype(index))
             pieces = describer.describe(value, name=name).pieces
-            self._wanted.append(Wanted(index, [self._place(box, tensor, dtype, name) for box, tensor in pieces]))
+            self._wanted.append(
+                Wanted(index, [self._place(box, tensor, dtype, name) for box, tensor in pieces])
+            )
 
     def _read_values(self) -> None:
         """From the blobs of the ranks that have what is needed."""
@@ -318,7 +320,9 @@ def _pick(found: Mapping[str, JSON], name: str, rank: int) -> JSON:
     try:
         return found[name]
     except KeyError:
-        raise IntegrityError(f"the values of rank {rank} do not have {name!r}, which its layout says they have") from None
+        raise IntegrityError(
+            f"the values of rank {rank} do not have {name!r}, which its layout says they have"
+        ) from None
 
 
 class Contents:
@@ -404,7 +408,9 @@ def _read(store: Store, ref: CheckpointRef, keys: Sequence[str] | None, rank: in
     for name in chosen:
         index = layout.index(name)
         if index is None:
-            raise IntegrityError(f"{store.url}: the layout of step {ref.step} has no tensor {name!r}, its tree has")
+            raise IntegrityError(
+                f"{store.url}: the layout of step {ref.step} has no tensor {name!r}, its tree has"
+            )
         owner = layout.alias(index)
         tensor = owners.get(owner)
         if tensor is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ..errors import IncompleteError
-from ..format.chain import Chain, CheckpointRef
-from ..tiers.store import Store
-from ..tiers.verify import why_absent
+from tierckpt.errors import IncompleteError
+from tierckpt.format.chain import Chain, CheckpointRef
+from tierckpt.tiers.store import Store
+from tierckpt.tiers.verify import why_absent
 
 
-def candidates(store: Store, *, step: int | None, max_restarts: int | None = None) -> tuple[list[CheckpointRef], list[str]]:
+def candidates(
+    store: Store, *, step: int | None, max_restarts: int | None = None
+) -> tuple[list[CheckpointRef], list[str]]:
     """Checkpoints to try, best first, and why some were left out.
 
     The lineage, newest first; an explicit ``step`` is the only candidate. A checkpoint from which the run was restarted
@@ -22,7 +24,9 @@ def candidates(store: Store, *, step: int | None, max_restarts: int | None = Non
         return [_explicit(store, step)], []
     found = chain.lineage()
     if not found:
-        raise IncompleteError(f"{store.url}: nothing complete to restore: no checkpoint was ever committed in this lineage")
+        raise IncompleteError(
+            f"{store.url}: nothing complete to restore: no checkpoint was ever committed in this lineage"
+        )
     if max_restarts is None:
         return found, []
     stuck = _stuck(chain, max_restarts)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .. import _native
-from ..errors import IntegrityError
-from ..format import shard
-from ..format.boxes import Box, intersection
-from ..format.digest import CHUNK
-from ..format.layout import Layout
-from ..state.layout import Destination
+from tierckpt import _native
+from tierckpt.errors import IntegrityError
+from tierckpt.format import shard
+from tierckpt.format.boxes import Box, intersection
+from tierckpt.format.digest import CHUNK
+from tierckpt.format.layout import Layout
+from tierckpt.state.layout import Destination
 
 
 @dataclass
@@ -46,11 +46,15 @@ class ShardRead:
                 raise IntegrityError(f"shard {self.rank}: there is no piece {k} of {layout.name(index)!r}")
             tensor = destination.memory
             item = tensor.element_size()
-            strides = [item * n for n in accumulate(reversed(piece.size[1:]), lambda a, b: a * b, initial=1)][::-1]
+            strides = [item * n for n in accumulate(reversed(piece.size[1:]), lambda a, b: a * b, initial=1)][
+                ::-1
+            ]
             steps = [item * n for n in tensor.stride()]
             offset, address = entry.offset, tensor.data_ptr()
             if piece != box or destination.box != box:
-                for o, p, d, s, t in zip(box.offset, piece.offset, destination.box.offset, strides, steps, strict=True):
+                for o, p, d, s, t in zip(
+                    box.offset, piece.offset, destination.box.offset, strides, steps, strict=True
+                ):
                     offset += (o - p) * s
                     address += (o - d) * t
             offsets.append(offset)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from .. import _native
-from ..errors import ArenaFullError
+from tierckpt import _native
+from tierckpt.errors import ArenaFullError
 
 _PAGE = 4096
 

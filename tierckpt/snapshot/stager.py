@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from .. import _native
-from ..config import COPY_THREADS
-from .arena import Slot
+from tierckpt import _native
+from tierckpt.config import COPY_THREADS
+from tierckpt.snapshot.arena import Slot
 
 
 class LiveSource:
@@ -20,7 +20,9 @@ class LiveSource:
         keep: whatever must stay alive as long as this does.
     """
 
-    def __init__(self, table: _native.CopyTable, pointers: array[int], size: int, keep: Sequence[object]) -> None:
+    def __init__(
+        self, table: _native.CopyTable, pointers: array[int], size: int, keep: Sequence[object]
+    ) -> None:
         self.size = size
         self._table, self._pointers, self._keep = table, pointers, keep
 

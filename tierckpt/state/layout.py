@@ -275,7 +275,7 @@ def _placements(placements: Sequence[Any], name: str) -> list[int]:
             found.append(REPLICATED)
         else:
             raise LayoutError(
-                f"{name}: {placement} cannot be saved, only Shard and Replicate can; redistribute it first"
+                f"{name}: {placement!r} cannot be saved, only Shard and Replicate can; redistribute it first"
             )
     return found
 
@@ -300,7 +300,7 @@ def _order(spec: Any, sizes: Sequence[int], name: str) -> list[int]:
             )
             if place is None:
                 raise LayoutError(
-                    f"{name}: {p} in {placements} over a mesh of shape {list(sizes)} makes pieces that are "
+                    f"{name}: {p!r} in {placements} over a mesh of shape {list(sizes)} makes pieces that are "
                     "no boxes; redistribute it first"
                 )
             before.insert(place, d)

@@ -100,10 +100,18 @@ class Matcher:
         if saved.kind not in family:
             self.differ(node, saved)
             return None
-        plans = [self.match(child) for child in node.children]
         if isinstance(node, ModuleBranch):
+            plans = [
+                self._module_entry(key, child) for key, child in zip(node.keys, node.children, strict=True)
+            ]
             return _module_plan(node, plans, self._touched)
-        return _container_plan(node, plans)
+        return _container_plan(node, [self.match(child) for child in node.children])
+
+    def _module_entry(self, key: str, child: Node) -> Plan | None:
+        """Extra state may look any way; its module takes what was saved."""
+        if key.rsplit(".", 1)[-1] == "_extra_state" and child.name in self.nodes:
+            return self.grow(child.name, child, self.allocate_cpu)
+        return self.match(child)
 
     def differ(self, node: Node, saved: SavedNode) -> None:
         """Report that the kinds differ, unless ``keys`` wants nothing here."""
@@ -307,16 +315,17 @@ class Matcher:
         """New memory where nothing says where the tensor should live."""
         return torch.empty(shape, dtype=dtype)
 
-    def grow(self, name: str, node: Node | None, allocate: Allocate) -> Plan:
+    def grow(self, name: str, node: Node | None, allocate: Allocate, *, fixed: bool = False) -> Plan:
         """A plan for the complete object that was saved under ``name``, the checkpoint deciding what there
         is.
 
         Live tensors of ``node`` are filled where they have the saved shape and dtype; for others ``allocate``
-        makes memory. The plan returns ``ABSENT`` for a leaf that ``keys`` leaves out and the state does not
-        have."""
+        makes memory. ``fixed``: live tensors must fit, and the caller reports what is missing. The plan returns
+        ``ABSENT`` for a leaf that ``keys`` leaves out and the state does not have.
+        """
         saved = self.nodes[name]
         if saved.children and not (saved.is_value and (node is None or node.kind == "value")):
-            return self._grow_container(saved, node, allocate)
+            return self._grow_container(saved, node, allocate, fixed)
         live = ABSENT if node is None else node.live
         if not self.wanted(name):
             return lambda got: live
@@ -324,7 +333,7 @@ class Matcher:
         if saved.is_value:
             return self.need(name, None if node is None else live)
         if saved.kind == "tensor":
-            return self._grow_tensor(name, node, allocate)
+            return self._grow_tensor(name, node, allocate, fixed)
         if saved.kind == "array":
             leaf = node if isinstance(node, Leaf) else None
             plan = self._array(leaf, saved)
@@ -336,21 +345,18 @@ class Matcher:
         empty = container_of(saved, [])
         return lambda got: empty
 
-    def _grow_tensor(self, name: str, node: Node | None, allocate: Allocate) -> Plan:
+    def _grow_tensor(self, name: str, node: Node | None, allocate: Allocate, fixed: bool) -> Plan:
         dtype, shape = self._geometry(name)
         if node is not None and node.kind == "tensor":
             tensor = node.live
-            if isinstance(tensor, Pieces) or (
-                tuple(tensor.shape) == shape and (tensor.dtype == dtype or self.cast) and not tensor.is_meta
-            ):
+            same = tuple(tensor.shape) == shape and (tensor.dtype == dtype or self.cast)
+            if fixed or same or isinstance(tensor, Pieces):
                 self._fit_tensor(name, tensor)
                 return lambda got: tensor
-            if tuple(tensor.shape) != shape:
-                self._fit_tensor(name, tensor)
         fresh = self.tensors[name] = allocate(name, dtype, shape)
         return lambda got: fresh
 
-    def _grow_container(self, saved: SavedNode, node: Node | None, allocate: Allocate) -> Plan:
+    def _grow_container(self, saved: SavedNode, node: Node | None, allocate: Allocate, fixed: bool) -> Plan:
         if saved.kind == "subclass":
             if not isinstance(node, Branch):
                 self.see_below(saved)
@@ -370,9 +376,12 @@ class Matcher:
                 path: Leaf("value", path, item)
                 for path, item in ((prefix + names.join((key,)), item) for key, item in node.live.items())
             }
-        plans = [(key, self.grow(child, likes.get(child), allocate)) for child, key in saved.children.items()]
+        plans = [
+            (key, self.grow(child, likes.get(child), allocate, fixed=fixed))
+            for child, key in saved.children.items()
+        ]
         kept: list[tuple[Any, Any]] = []
-        if isinstance(node, Branch):
+        if isinstance(node, Branch) and not fixed:
             for key, child in zip(node.keys, node.children, strict=True):
                 if child.name not in saved.children and child.kind != "value":
                     self.missing(child)

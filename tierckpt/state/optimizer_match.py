@@ -164,7 +164,7 @@ class _Match:
             key = names.split(name)[len(names.split(path)) :][0]
             return optimizers.new_state_tensor(parameter, key, dtype, shape)
 
-        grown = matcher.grow(path, live, allocate)
+        grown = matcher.grow(path, live, allocate, fixed=True)
         state = self.node.live.state
 
         def install(got: Decoded) -> None:

@@ -15,10 +15,10 @@ from tierckpt.format import shard, values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
+from tierckpt.state.flat import Flat, flatten
 from tierckpt.state.layout import Described, Describer
 from tierckpt.state.naming import readable
 from tierckpt.state.plan import WritePlan, compose, local_description
-from tierckpt.state.flat import Flat, flatten
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -110,12 +110,16 @@ class Planner:
         found: list[Layout] = []
 
         def part() -> bytes:
-            found.append(compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key)))
+            found.append(
+                compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key))
+            )
             return json.dumps(found[0].hash).encode()
 
         hashes = self._group.vote(what, part)
         if len(set(hashes)) != 1:
-            raise LayoutError(f"{what}: ranks made different layouts of the same descriptions; do they run the same version?")
+            raise LayoutError(
+                f"{what}: ranks made different layouts of the same descriptions; do they run the same version?"
+            )
         self._layout, self._key, self._plan = found[0], key, None
         self._total = _total(found[0])
 

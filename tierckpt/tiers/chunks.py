@@ -7,18 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .. import _native
-from ..config import WRITE_ATTEMPTS, WRITE_BACKOFF
-from ..errors import IntegrityError, StoreError
-from ..format import shard
-from ..format.digest import chunk_count, chunk_digest, chunk_range, derive
-from ..format.layout import Layout
-from ..format.receipt import Receipt
-from .base import Place, Reader, Writer
-from .workers import workers
+from tierckpt import _native
+from tierckpt.config import WRITE_ATTEMPTS, WRITE_BACKOFF
+from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.format import shard
+from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range, derive
+from tierckpt.format.layout import Layout
+from tierckpt.format.receipt import Receipt
+from tierckpt.tiers.base import Place, Reader, Writer
+from tierckpt.tiers.workers import workers
 
 #: Errors after which the same write may well succeed.
-PASSING = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET})
+PASSING = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.ETIMEDOUT,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ECONNRESET,
+    }
+)
 
 
 class Source(Protocol):
@@ -115,7 +125,9 @@ def read_chunks(
     workers().each(len(indices), work)
 
 
-def read_chunk(reader: Reader, receipt: Receipt, index: int, scratch: _native.Buffer, *, url: str) -> memoryview:
+def read_chunk(
+    reader: Reader, receipt: Receipt, index: int, scratch: _native.Buffer, *, url: str
+) -> memoryview:
     """One verified chunk, in ``scratch`` (a page-aligned buffer of one chunk)."""
     lo, hi = chunk_range(index, receipt.size)
     got = min(reader.read_into(lo, scratch), hi - lo)
@@ -141,7 +153,9 @@ def read_header(reader: Reader, receipt: Receipt, *, url: str) -> shard.StoredHe
     got = reader.read_into(0, data)
     found = derive("header", memoryview(data)[:got]).hex()
     if found != receipt.header_digest:
-        raise IntegrityError(f"{name}: the header (chunk 0) is damaged: expected {receipt.header_digest}, found {found}")
+        raise IntegrityError(
+            f"{name}: the header (chunk 0) is damaged: expected {receipt.header_digest}, found {found}"
+        )
     return shard.parse(bytes(data), name=name, size=receipt.size)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import _native
-from ..errors import IntegrityError, StoreError
-from .base import FileInfo, Place, Reader, Writer
+from tierckpt import _native
+from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -144,7 +144,13 @@ class DiskPlace(Place):
                     if stat.S_ISDIR(info.st_mode):
                         stack.append(name)
                         continue
-                    kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
+                    kind = (
+                        "file"
+                        if stat.S_ISREG(info.st_mode)
+                        else "link"
+                        if stat.S_ISLNK(info.st_mode)
+                        else "other"
+                    )
                     yield FileInfo(name, info.st_size, info.st_mtime, kind)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -224,7 +230,9 @@ class _DiskReader(Reader):
                 try:
                     return _native.read_at(self._direct, view, offset)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # the buffer is not aligned, or the file system changed its mind
+                    if (
+                        error.errno != errno.EINVAL
+                    ):  # the buffer is not aligned, or the file system changed its mind
                         raise
             return _native.read_at(self._fd, view, offset)
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..format import paths
-from ..format.links import parse_time
-from .base import FileInfo
-from .store import Store
+from tierckpt.format import paths
+from tierckpt.format.links import parse_time
+from tierckpt.tiers.base import FileInfo
+from tierckpt.tiers.store import Store
 
 
 @dataclass
@@ -49,7 +49,9 @@ class Leftovers:
         return sorted(names, key=lambda name: (not name.endswith(".json"), name))
 
 
-def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None) -> Leftovers:
+def find(
+    store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None
+) -> Leftovers:
     """Look through the whole store.
 
     Args:
@@ -60,7 +62,9 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
     """
     chain, now = store.chain, time.time()
     live = {(ref.generation, ref.step) for ref in chain.live.values()}
-    retired = {(ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()}
+    retired = {
+        (ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()
+    }
     spared = set(sparing)
     found = Leftovers()
     steps: dict[tuple[int, int], list[FileInfo]] = {}
@@ -84,7 +88,9 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
             kept.append(key)
         elif key in retired:
             (found.retired if now - retired[key] >= grace else found.waiting).extend(files)
-        elif key[0] > chain.generation or (key[0] == chain.generation and key[0] != own and _young(files, now)):
+        elif key[0] > chain.generation or (
+            key[0] == chain.generation and key[0] != own and _young(files, now)
+        ):
             found.underway.extend(files)
         else:
             found.dead.extend(files)
@@ -102,7 +108,9 @@ def step_of(name: str) -> tuple[int, int] | None:
 
 def belongs(name: str) -> bool:
     """Whether a file in a checkpoint's folder has a name that such files have."""
-    return any(parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt))
+    return any(
+        parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt)
+    )
 
 
 #: Seconds without a write after which an uncommitted save of somebody else's is taken to be dead.
@@ -115,7 +123,7 @@ def _young(files: list[FileInfo], now: float) -> bool:
 
 def _unused(store: Store, layouts: list[FileInfo], steps: list[tuple[int, int]]) -> list[FileInfo]:
     """Layouts that no live checkpoint names. If a manifest cannot be read nothing is unused, to be safe."""
-    from ..errors import TierckptError
+    from tierckpt.errors import TierckptError
 
     used = set()
     refs = {(ref.generation, ref.step): ref for ref in store.chain.live.values()}

@@ -9,16 +9,16 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 
-from ..errors import FencedError, IncompleteError, IntegrityError, StoreError, UntrustedError
-from ..format import paths
-from ..format.chain import Chain, CheckpointRef, Link
-from ..format.digest import CHUNK, derive
-from ..format.keys import SigningKey
-from ..format.layout import Layout
-from ..format.manifest import Manifest
-from ..format.receipt import Receipt
-from ..format.store import StoreInfo
-from .base import Place, Reader
+from tierckpt.errors import FencedError, IncompleteError, IntegrityError, StoreError, UntrustedError
+from tierckpt.format import paths
+from tierckpt.format.chain import Chain, CheckpointRef, Link
+from tierckpt.format.digest import CHUNK, derive
+from tierckpt.format.keys import SigningKey
+from tierckpt.format.layout import Layout
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.receipt import Receipt
+from tierckpt.format.store import StoreInfo
+from tierckpt.tiers.base import Place, Reader
 
 _DOCUMENT_LIMIT = 64 << 20
 _RECEIPT_LIMIT = 1 << 30
@@ -71,7 +71,10 @@ class Store:
         store = cls._open(place)
         if store is None:
             place.prepare()
-            foreign = next((f.name for f in place.list() if f.name != paths.STORE and not paths.is_temporary(f.name)), None)
+            foreign = next(
+                (f.name for f in place.list() if f.name != paths.STORE and not paths.is_temporary(f.name)),
+                None,
+            )
             if foreign is not None and place.size(paths.STORE) is None:
                 raise StoreError(
                     f"{place.url} is no checkpoint store and is not empty (it holds {foreign}): choose a new or empty folder"
@@ -91,12 +94,16 @@ class Store:
             return None
         info = StoreInfo.decode(data, what=f"{place.url}/{paths.STORE}")
         store = cls(place, info, Chain(info.run))
-        numbers = {number for f in place.list(paths.CHAIN) if (number := paths.parse_link(f.name)) is not None}
+        numbers = {
+            number for f in place.list(paths.CHAIN) if (number := paths.parse_link(f.name)) is not None
+        }
         store.refresh()
         following = len(store.chain.links)
         beyond = sorted(number for number in numbers if number >= following)
         if beyond:
-            raise IntegrityError(f"{place.url}/{paths.link(following)} is missing, but there is {paths.link(beyond[0])}")
+            raise IntegrityError(
+                f"{place.url}/{paths.link(following)} is missing, but there is {paths.link(beyond[0])}"
+            )
         if store.chain.links and store.chain.store != info.digest:
             raise IntegrityError(f"{place.url}/{paths.STORE} is not the one that the chain began with")
         return store
@@ -139,7 +146,9 @@ class Store:
     def must_hold(self, run: str | None) -> None:
         """Raise StoreError when the store is another run's than ``run`` (None: any)."""
         if run and self.run != run:
-            raise StoreError(f"{self.url} holds run {self.run!r}, not {run!r}: each run needs a root of its own")
+            raise StoreError(
+                f"{self.url} holds run {self.run!r}, not {run!r}: each run needs a root of its own"
+            )
 
     def endorse(self, key: SigningKey) -> bool:
         """Introduce ``key`` if the chain does not know it; whether that was needed. Nobody else has endorsed it then."""

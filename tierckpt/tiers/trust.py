@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import config_dir
-from ..errors import StoreError, TierckptError, UntrustedError
-from ..format.chain import Chain
-from ..format.keys import SigningKey, read_public
+from tierckpt.config import config_dir
+from tierckpt.errors import StoreError, TierckptError, UntrustedError
+from tierckpt.format.chain import Chain
+from tierckpt.format.keys import SigningKey, read_public
 
 
 class TrustWarning(UserWarning):
@@ -71,7 +71,9 @@ def held_keys(run: str, given: str | os.PathLike[str] | SigningKey | None) -> fr
     return frozenset(held)
 
 
-def trusted_keys(trust: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None) -> frozenset[str] | None:
+def trusted_keys(
+    trust: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+) -> frozenset[str] | None:
     """The keys named by ``trust=``, else by ``TIERCKPT_TRUST`` (separated by ``:`` or ``,``); None when nothing is named."""
     if trust is None:
         text = os.environ.get("TIERCKPT_TRUST")
@@ -101,7 +103,9 @@ class Pins:
         try:
             known = json.loads(text)
             pins.keys = [str(key) for key in known["keys"]]
-            pins.heads = {str(root): (int(number), str(digest)) for root, (number, digest) in known["heads"].items()}
+            pins.heads = {
+                str(root): (int(number), str(digest)) for root, (number, digest) in known["heads"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UntrustedError(
                 f"{pins.path} is damaged ({error}); it says which keys of run {run} are trusted. Mend it, or remove it to "
@@ -148,7 +152,9 @@ class Trust:
         base = self.base(pins)
         if base is not None:
             if signer not in chain.trusted_by(base):
-                where = "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
+                where = (
+                    "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
+                )
                 found.append(
                     f"{root}: the newest link, {head.number}, is signed by key {signer}, which is neither "
                     f"among {where} ({', '.join(sorted(base))}) nor endorsed by one of these"

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import IncompleteError, IntegrityError, StoreError, TierckptError, UntrustedError
-from ..format import paths
-from ..format.chain import CheckpointRef
-from ..format.digest import chunk_count
-from ..format.layout import Layout
-from ..format.layout_plan import Ranges, ranges
-from ..format.manifest import Manifest
-from . import leftovers
-from .base import Place
-from .chunks import check_header, read_chunks, read_header
-from .store import Store
-from .trust import Pins, Trust, remember
+from tierckpt.errors import IncompleteError, IntegrityError, TierckptError, UntrustedError
+from tierckpt.format import paths
+from tierckpt.format.chain import CheckpointRef
+from tierckpt.format.digest import chunk_count
+from tierckpt.format.layout import Layout
+from tierckpt.format.layout_plan import Ranges, ranges
+from tierckpt.format.manifest import Manifest
+from tierckpt.tiers import leftovers
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.chunks import check_header, read_chunks, read_header
+from tierckpt.tiers.store import Store
+from tierckpt.tiers.trust import Pins, Trust, remember
 
 
 @dataclass
@@ -118,7 +118,9 @@ def verify(
         total += sum(ref.size for ref in manifest.shards)
     for manifest, layout in work:
         for ref in manifest.shards:
-            _check_shard(store, manifest, layout, ref.rank, report, quick=quick, total=total, progress=progress)
+            _check_shard(
+                store, manifest, layout, ref.rank, report, quick=quick, total=total, progress=progress
+            )
     _check_files(store, report, allow_extra=allow_extra)
     return report
 
@@ -131,7 +133,9 @@ def _check_trust(store: Store, trust: Trust, report: Report) -> None:
         report.problems.append({"kind": "untrusted", "message": message})
     base = trust.base(pins)
     if base is None:
-        report.notes.append(f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly")
+        report.notes.append(
+            f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly"
+        )
     believed = chain.trusted_by(base) if base is not None else frozenset()
     for key, endorsed in chain.keys.items():
         if not endorsed and key not in believed:
@@ -152,7 +156,9 @@ def _chosen(store: Store, step: int | None, every: bool, report: Report) -> list
     if every:
         refs = sorted(chain.live.values(), key=lambda ref: (ref.generation, ref.step))
     elif step is not None:
-        refs = sorted((ref for ref in chain.live.values() if ref.step == step), key=lambda ref: -ref.generation)[:1]
+        refs = sorted(
+            (ref for ref in chain.live.values() if ref.step == step), key=lambda ref: -ref.generation
+        )[:1]
         if not refs:
             report.problems.append({"kind": "incomplete", "message": why_absent(store, step)})
     else:
@@ -167,7 +173,9 @@ def why_absent(store: Store, step: int) -> str:
     chain = store.chain
     if any(ref.step == step for ref in chain.retired):
         reason = "it was retired"
-    elif any(key is not None and key[1] == step for key in (leftovers.step_of(f.name) for f in store.place.list())):
+    elif any(
+        key is not None and key[1] == step for key in (leftovers.step_of(f.name) for f in store.place.list())
+    ):
         reason = "it was never committed (there are files of it, of a save that did not finish)"
     else:
         reason = "it was never saved"
@@ -201,7 +209,9 @@ def check_layout(store: Store, manifest: Manifest, layout: Layout) -> None:
 
 
 def _shown(spans: Ranges) -> str:
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans[:20]) + (", …" if len(spans) > 20 else "")
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans[:20]) + (
+        ", …" if len(spans) > 20 else ""
+    )
 
 
 def _check_shard(
@@ -220,15 +230,23 @@ def _check_shard(
         with store.open_shard(receipt) as reader:
             header = _attempt(report, lambda: read_header(reader, receipt, url=store.url))
             if header is not None and layout is not None:
-                _attempt(report, lambda: check_header(header, layout, manifest.layout, rank, name=f"{store.url}/{receipt.name}"))
+                _attempt(
+                    report,
+                    lambda: check_header(
+                        header, layout, manifest.layout, rank, name=f"{store.url}/{receipt.name}"
+                    ),
+                )
             if quick:
                 return
+
             def seen(lo: int, hi: int, data: memoryview) -> None:
                 report.bytes += hi - lo
                 if progress is not None:
                     progress(report.bytes, total)
 
-            read_chunks(reader, receipt, range(chunk_count(receipt.size)), seen, url=store.url, damaged=report.add)
+            read_chunks(
+                reader, receipt, range(chunk_count(receipt.size)), seen, url=store.url, damaged=report.add
+            )
     except TierckptError as error:
         report.add(error)
 
@@ -254,7 +272,9 @@ def _check_files(store: Store, report: Report, *, allow_extra: bool) -> None:
         (found.layouts, "of layouts that no checkpoint uses"),
     ):
         if files:
-            report.notes.append(f"{len(files)} files {what} ({sum(f.size for f in files):,} bytes) wait for prune: {_few(f.name for f in files)}")
+            report.notes.append(
+                f"{len(files)} files {what} ({sum(f.size for f in files):,} bytes) wait for prune: {_few(f.name for f in files)}"
+            )
 
 
 def _few(names: Iterable[str]) -> str:

@@ -11,9 +11,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from .. import _native
-from ..config import IO_THREADS
-from ..format.digest import CHUNK
+from tierckpt import _native
+from tierckpt.config import IO_THREADS
+from tierckpt.format.digest import CHUNK
 
 
 class Workers:

@@ -1,0 +1,96 @@
+"""Votes: all ranks get every result, or all raise; small, large, empty and lopsided words arrive whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.harness import run_ranks
+from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.group import Group
+
+
+def _exchange(rank: int) -> list[list[int]]:
+    group = Group(timeout=20)
+    found = []
+    world = group.size
+    for sizes in ([0] * world, [3] * world, [1_000_000 if r == 1 else 0 for r in range(world)], list(range(world))):
+        told = group.exchange(bytes([rank]) * sizes[rank])
+        assert told == [bytes([r]) * n for r, n in enumerate(sizes)]
+        found.append([len(t) for t in told])
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 6])
+def test_exchange(world: int) -> None:
+    results = run_ranks(_exchange, world)
+    assert all(result == results[0] for result in results)
+
+
+def _failing(rank: int) -> tuple[str, str]:
+    group = Group(timeout=20)
+
+    def part() -> bytes:
+        if rank in (1, 2):
+            raise IntegrityError(f"chunk {rank}")
+        return b"fine"
+
+    with pytest.raises(IntegrityError) as caught:
+        group.vote("reading", part)
+    assert group.vote("again", lambda: b"x") == [b"x"] * group.size
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_vote_fails_on_all_ranks_with_the_same_error() -> None:
+    results = run_ranks(_failing, 4)
+    assert {result for result in results} == {("IntegrityError", "reading failed: rank 1: chunk 1; rank 2: chunk 2")}
+
+
+def _untyped(rank: int) -> str:
+    group = Group(timeout=20)
+
+    def part() -> bytes:
+        if rank == 1:
+            raise ZeroDivisionError("by zero")
+        return b""
+
+    with pytest.raises(Exception, match="ZeroDivisionError: by zero") as caught:
+        group.vote("planning", part)
+    return type(caught.value).__name__
+
+
+def test_unforeseen_errors_reach_all_ranks_too() -> None:
+    assert set(run_ranks(_untyped, 2)) == {"TierckptError"}
+
+
+def _dying(rank: int) -> str:
+    group = Group(timeout=20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(StoreError, match="lost contact"):
+        group.vote("waiting", lambda: b"")
+    return "told"
+
+
+def test_a_dead_rank_is_noticed() -> None:
+    results = run_ranks(_dying, 3, timeout=40, dies=[1])
+    assert [results[rank] for rank in (0, 2)] == ["told", "told"]
+
+
+def _send(rank: int) -> bytes:
+    group = Group(timeout=20)
+    data = bytearray(range(256)) * 10
+    if rank == 0:
+        group.send(memoryview(data), 1)
+        return bytes(data)
+    found = bytearray(len(data))
+    group.receive(memoryview(found), 0)
+    return bytes(found)
+
+
+def test_send_and_receive() -> None:
+    sent, received = run_ranks(_send, 2)
+    assert sent == received
