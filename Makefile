@@ -37,7 +37,7 @@ $(TOOLS): pyproject.toml Makefile
 	touch $@
 
 $(PACKAGE): $(TOOLS) setup.py $(NATIVE)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install -qq --editable .
 	touch $@
 
 setup: $(PACKAGE)
@@ -79,4 +79,4 @@ wheel: setup
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info tierckpt/_native*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find tierckpt tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -61,9 +61,7 @@ def _limit(item: pytest.Item) -> float:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """For fixtures and native code that hang: all stacks, then the end of the process."""
-    faulthandler.dump_traceback_later(
-        _limit(item) + HARD_STOP, exit=True, file=item.config.stash[REAL_STDERR]
-    )
+    faulthandler.dump_traceback_later(_limit(item) + HARD_STOP, exit=True, file=item.config.stash[REAL_STDERR])
     try:
         return (yield)
     finally:

@@ -44,9 +44,7 @@ SIZES |= {
     "complex64": 8,
     "complex128": 16,
 }
-SIZES |= dict.fromkeys(
-    ["float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"], 1
-)
+SIZES |= dict.fromkeys(["float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"], 1)
 SIZES |= {"float4_e2m1fn_x2": 1}
 STORED = {"bool": "BOOL", "bfloat16": "BF16", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3"}
 STORED |= {f"{a}{n}": f"{b}{n}" for a, b in (("uint", "U"), ("int", "I")) for n in (8, 16, 32, 64)}
@@ -135,16 +133,12 @@ class Chain:
         body, action = value["body"], value["body"]["action"]
         own = {"begin": "generation from store", "commit": "checkpoint pinned", "retire": "checkpoints"}
         own["key"] = "introduces"
-        need(
-            set(body) == set(f"action key live number previous run time {own[action]}".split()), name, "keys"
-        )
+        need(set(body) == set(f"action key live number previous run time {own[action]}".split()), name, "keys")
         need(body["number"] == number and body["run"] == self.run, name, "is not of this place or run")
         need(body["previous"] == self.head, name, "does not follow the link before it")
         try:
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(body["key"]))
-            key.verify(
-                base64.b64decode(value["signature"], validate=True), b"tierckpt 1 link\0" + canonical(body)
-            )
+            key.verify(base64.b64decode(value["signature"], validate=True), b"tierckpt 1 link\0" + canonical(body))
         except (InvalidSignature, ValueError):
             raise Bad(f"{name}: wrong signature") from None
         unendorsed = action == "key" and body["introduces"] == body["key"]
@@ -154,9 +148,7 @@ class Chain:
             self.keys[body["key"]] = set()
         here = {self.id(c): n for n, c in self.live.items()}
         if action == "begin":
-            need(
-                body["generation"] == self.generation + 1 and body["store"] == self.store, name, "wrong begin"
-            )
+            need(body["generation"] == self.generation + 1 and body["store"] == self.store, name, "wrong begin")
             need(body["from"] is None or self.id(body["from"]) in here, name, "continues what is not live")
             self.generation += 1
             self.begins[self.generation] = body["from"]
@@ -213,7 +205,9 @@ class Layout:
             at += high - low
         order = "plan shapes piece_offsets piece_sizes name_ends aliases cuts writers splits piece_tensors"
         need(
-            list(columns) == [*order.split(), "piece_ranks", "dtypes", "ndims", "names"] and at == len(data), name, "columns"
+            list(columns) == [*order.split(), "piece_ranks", "dtypes", "ndims", "names"] and at == len(data),
+            name,
+            "columns",
         )
         plan = bytes(columns["plan"])
         self.plan = json.loads(plan)
@@ -280,9 +274,7 @@ class Layout:
 
     def tiled(self, tensor, shape):
         boxes = [(tuple(o), tuple(s)) for _, o, s in self.pieces[tensor]]
-        inside = all(
-            o >= 0 and s > 0 and o + s <= n for b in boxes for o, s, n in zip(*b, shape, strict=True)
-        )
+        inside = all(o >= 0 and s > 0 and o + s <= n for b in boxes for o, s, n in zip(*b, shape, strict=True))
         need(inside and sum(math.prod(s) for _, s in boxes) == math.prod(shape), tensor, "is not tiled")
         boxes.sort()
         for i, (o, s) in enumerate(boxes):
@@ -357,9 +349,7 @@ class Checkpoint:
             "has a receipt that is not of this manifest",
         )
         chunks, head = base64.b64decode(receipt["chunks"]), receipt["header"]
-        bound = (
-            struct.pack("<Q", len(name)) + name.encode() + struct.pack("<QQ", receipt["size"], head["size"])
-        )
+        bound = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<QQ", receipt["size"], head["size"])
         found = H("shard", bound + bytes.fromhex(head["digest"]) + chunks).hex()
         need(found == shard["digest"], name, "has a receipt of another digest")
         data = file(store, name)
@@ -428,9 +418,7 @@ class Checkpoint:
         if kind == "subclass":
             return {key: self.node(n, prefix + component(key), ranks) for key, n in node[2]}
         need(kind in ("list", "tuple", "namedtuple"), "node", kind)
-        items = [
-            self.node(n, f"{prefix}{i}", ranks) for i, n in enumerate(node[3 if kind == "namedtuple" else 1])
-        ]
+        items = [self.node(n, f"{prefix}{i}", ranks) for i, n in enumerate(node[3 if kind == "namedtuple" else 1])]
         return items if kind == "list" else tuple(items)
 
 
@@ -444,8 +432,7 @@ def merged(one, other):
     if type(one) is type(other) and type(one) in (list, tuple):
         longer = one if len(one) > len(other) else other
         return type(one)(
-            [merged(a, b) for a, b in zip(one, other, strict=False)]
-            + list(longer[min(len(one), len(other)) :])
+            [merged(a, b) for a, b in zip(one, other, strict=False)] + list(longer[min(len(one), len(other)) :])
         )
     return one
 
@@ -534,9 +521,7 @@ def verify_store(path):
         left_over = (
             name.startswith("g") and "/".join(name.split("/")[:2]) not in live
         )  # of uncommitted or retired steps
-        if file.is_symlink() or not (
-            file.is_dir() or own or left_over or file.name.endswith(".tmp") or problems
-        ):
+        if file.is_symlink() or not (file.is_dir() or own or left_over or file.name.endswith(".tmp") or problems):
             problems.append(f"{name} belongs to nothing")
     return problems
 

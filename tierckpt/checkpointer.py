@@ -196,9 +196,7 @@ class Checkpointer:
         self._surface()
         return handle
 
-    def _save(
-        self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False
-    ) -> Handle:
+    def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
         self._must_be_open()
@@ -221,9 +219,7 @@ class Checkpointer:
         handle.timings["stall"] = time.perf_counter() - began
         return handle
 
-    def _snapshot(
-        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool
-    ) -> None:
+    def _snapshot(self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool) -> None:
         """All ranks meet once, then each copies; what fails on one after that fails on all in the drain."""
         note: list[Any] = []
 
@@ -235,9 +231,7 @@ class Checkpointer:
 
         prepared = self._planner.plan(state, f"the save of step {step}", mine)
         if len(set(prepared.told)) > 1:
-            raise StateError(
-                f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}"
-            )
+            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}")
         self._steps.add(step)
         shard: Shard | BaseException
         try:
@@ -339,9 +333,7 @@ class Checkpointer:
             handle._told = True
             message = f"the save of step {handle.step} failed: {error}"
             if isinstance(error, FencedError) or (self._on_error == "raise" and not self._closed):
-                raise type(error)(message) from (
-                    error if isinstance(error, TierckptError) else StoreError(message)
-                )
+                raise type(error)(message) from (error if isinstance(error, TierckptError) else StoreError(message))
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     @property
@@ -387,9 +379,7 @@ def folder(root: str | os.PathLike[str]) -> Path:
     if "://" in text:
         scheme, _, rest = text.partition("://")
         if scheme != "file":
-            raise StateError(
-                f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet"
-            )
+            raise StateError(f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet")
         text = rest
     if not text:
         raise StateError("root is empty: it takes the path of a folder")

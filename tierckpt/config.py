@@ -19,6 +19,8 @@ SLOTS = 2
 READERS_GRACE = 600.0
 #: Seconds that a collective step may take before the save or load fails.
 TIMEOUT = 1800.0
+#: Seconds for which a rank that has lost contact waits for the others to say that they are still there.
+ANSWER_SECONDS = 3.0
 #: Attempts at a write that failed for a passing reason, and the seconds before the first retry (doubled each time).
 WRITE_ATTEMPTS = 5
 WRITE_BACKOFF = 0.1

@@ -195,7 +195,5 @@ def _session(
     name = (str(folder(root).resolve()), run, id(group) if group is not None else 0)
     session = _sessions.get(name)
     if session is None or session.closed:
-        session = _sessions[name] = Checkpointer(
-            root, run=run, group=group, key=key, agent="off", timeout=timeout
-        )
+        session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)
     return session

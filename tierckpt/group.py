@@ -8,13 +8,19 @@ in a step which another has left.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from tierckpt import errors
+from tierckpt.config import ANSWER_SECONDS
 from tierckpt.errors import StoreError, TierckptError
 
 #: Up to so many ranks that have something to say are heard one after the other.
@@ -31,10 +37,12 @@ class Group:
 
     def __init__(self, process_group: Any = None, *, timeout: float) -> None:
         self.timeout = timeout
-        self._given = process_group
         self._pg: Any = None
+        self._store: Any = None
         self.rank, self.size = 0, 1
         self.global_ranks: list[int] = [0]
+        #: The lowest rank of each node, ascending.
+        self.leaders: list[int] = [0]
         dist = _distributed()
         if dist is None or (process_group is None and not dist.is_initialized()):
             return
@@ -42,34 +50,43 @@ class Group:
             raise TierckptError("group=: this process is not a member of the group it passed")
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._pg = self._new_group()
+        self._meet()
+        nodes = self.exchange(_node().encode())
+        self.leaders = sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
 
-    def _new_group(self) -> Any:
-        """A gloo group of our own over the same ranks: its time-out is ours, and threads of ours may use it."""
-        dist = _distributed()
-        assert dist is not None
+    def _meet(self) -> None:
+        """Open channels of our own over these ranks: with our time-out, and for one thread of ours. Collective.
+
+        Not a group of ``torch.distributed``: those sort their ranks, and the names of groups that only some ranks make
+        depend on what other groups each of them is in.
+        """
         if self.size == 1:
-            return None
-        return dist.new_group(
-            self.global_ranks,
-            backend="gloo",
-            timeout=timedelta(seconds=self.timeout),
-            use_local_synchronization=self._given is not None,
-        )
+            return
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        shared = _get_default_store()
+        members = hashlib.sha256(",".join(map(str, self.global_ranks)).encode()).hexdigest()[:16]
+        # The store counts how often each rank has met these others, so that all mean the same meeting.
+        number = shared.add(f"tierckpt/{members}/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"tierckpt/{members}/{number}", shared)
+        try:
+            self._pg = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise StoreError(
+                f"rank {self.rank}: the ranks of the group could not be reached, or did not all come within "
+                f"{self.timeout:g} s (TIERCKPT_TIMEOUT): {error}"
+            ) from error
 
     def clone(self) -> Group:
         """The same ranks on channels of their own, for use in a thread. Collective."""
         other = Group.__new__(Group)
         other.__dict__.update(self.__dict__)
-        if self._pg is not None:
-            other._pg = self._new_group()
+        other._meet()
         return other
 
     def close(self) -> None:
         """Give the channels back. Not collective; the group is unusable afterwards."""
-        dist = _distributed()
-        if self._pg is not None and dist is not None and dist.is_initialized():
-            dist.destroy_process_group(self._pg)
         self._pg = None
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -80,14 +97,11 @@ class Group:
         """
         if self.size == 1:
             return [payload]
-        if self._pg is None:
-            raise StoreError("this group of processes has been closed")
         import torch
-        import torch.distributed as dist
 
         with self._contact():
             counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(counts, torch.tensor([len(payload)]), group=self._pg)
+            self._pg.allgather([counts], [torch.tensor([len(payload)])]).wait()
             sizes = [int(count) for count in counts]
             speakers = [rank for rank, size in enumerate(sizes) if size]
             if len(speakers) <= _FEW:
@@ -99,45 +113,69 @@ class Group:
             if payload:
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             gathered = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(gathered, mine, group=self._pg)
+            self._pg.allgather([gathered], [mine]).wait()
         return [ctypes.string_at(t.data_ptr(), size) for t, size in zip(gathered, sizes, strict=True)]
 
     def _spread(self, payload: bytes, source: int, size: int) -> bytes:
         import torch
-        import torch.distributed as dist
 
         data = torch.empty(size, dtype=torch.uint8)
         if source == self.rank:
             ctypes.memmove(data.data_ptr(), payload, size)
-        dist.broadcast(data, self.global_ranks[source], group=self._pg)
+        self._pg.broadcast(data, source).wait()
         return payload if source == self.rank else ctypes.string_at(data.data_ptr(), size)
 
     def send(self, data: memoryview, to: int) -> None:
         """Give bytes to rank ``to``, which must be in :meth:`receive`. Not collective."""
         import torch
-        import torch.distributed as dist
 
         with self._contact():
-            dist.send(torch.frombuffer(data, dtype=torch.uint8), self.global_ranks[to], group=self._pg)
+            self._pg.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()
 
     def receive(self, into: memoryview, source: int) -> None:
         """Take ``into.nbytes`` bytes from rank ``source``, which must be in :meth:`send`. Not collective."""
         import torch
-        import torch.distributed as dist
 
         with self._contact():
-            dist.recv(torch.frombuffer(into, dtype=torch.uint8), self.global_ranks[source], group=self._pg)
+            self._pg.recv([torch.frombuffer(into, dtype=torch.uint8)], source, 0).wait()
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
-        """What goes wrong between the ranks becomes an error of ours."""
+        """What goes wrong between the ranks becomes an error of ours, on all of them."""
+        if self._pg is None:
+            raise StoreError(f"rank {self.rank}: contact with the other ranks of the group was lost or given up before")
         try:
             yield
         except RuntimeError as error:
+            self.close()  # so that those who wait for us notice at once
             raise StoreError(
-                f"rank {self.rank}: lost contact with another rank of the group, or it did not come within "
-                f"{self.timeout:g} s (TIERCKPT_TIMEOUT): {error}"
+                f"rank {self.rank}: {self._who_is_gone()}; a rank has died, or did not come within {self.timeout:g} s "
+                f"(TIERCKPT_TIMEOUT): {error}"
             ) from error
+
+    def _who_is_gone(self) -> str:
+        """Every rank that lost contact says in the rendezvous store that it is there; the others are gone."""
+        try:
+            self._store.set(f"there/{self.rank}", b"")
+            self._store.add("answers", 1)
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while time.monotonic() < deadline and self._store.add("answers", 0) < self.size:
+                time.sleep(0.05)
+            gone = self._absent(range(self.size))
+        except RuntimeError:
+            return "contact with another rank was lost, and the rendezvous store, which could tell which, is gone too"
+        if not gone:
+            return "contact with another rank was lost, although all of them are there"
+        return f"lost rank {_ranks(gone)}" if len(gone) == 1 else f"lost ranks {_ranks(gone)}"
+
+    def _absent(self, ranks: range) -> list[int]:
+        """Those that have not said that they are there, found by halving: few are missing as a rule."""
+        if self._store.check([f"there/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return [ranks[0]]
+        half = len(ranks) // 2
+        return self._absent(ranks[:half]) + self._absent(ranks[half:])
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """What rank 0 passed. Collective."""
@@ -175,6 +213,18 @@ def _distributed() -> Any:
     except ImportError:
         return None
     return dist if dist.is_available() else None
+
+
+def _node() -> str:
+    """What tells this machine from others: ``TIERCKPT_NODE``, else its name and the identity of its kernel."""
+    given = os.environ.get("TIERCKPT_NODE")
+    if given:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
 
 
 def _error_to_json(error: Exception) -> bytes:

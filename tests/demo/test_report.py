@@ -36,9 +36,7 @@ def test_a_missing_step_and_a_different_state_are_seen() -> None:
     assert not _compare(Run([LOSSES], {"a": "2"}), _hit(), resumed=10)[1]
 
 
-def test_it_touches_no_folder_that_holds_something(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_touches_no_folder_that_holds_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").touch()
     assert main(tmp_path) == 2
     assert "not empty" in capsys.readouterr().out

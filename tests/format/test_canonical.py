@@ -106,7 +106,7 @@ def test_depth_is_counted_exactly() -> None:
         return b"[" * depth + b"]" * depth
 
     for depth in (1, 3, 4, 5, 64):
-        assert canonical.decode(nested(depth), what="x", depth=depth)is not None
+        assert canonical.decode(nested(depth), what="x", depth=depth) is not None
         with pytest.raises(IntegrityError, match="deeper"):
             canonical.decode(nested(depth + 1), what="x", depth=depth)
     mixed = b'{"a":[{"b":[["[[[[",{"c\\"[[":"\\\\"}]]}]}'

@@ -90,9 +90,7 @@ def test_boxes_are_what_chunking_leaves(made: tuple[Cut, tuple[int, ...]]) -> No
 
 
 @given(cuts(), st.integers(0, 10**9))
-def test_boxes_within_a_box_are_found_without_looking_at_all(
-    made: tuple[Cut, tuple[int, ...]], seed: int
-) -> None:
+def test_boxes_within_a_box_are_found_without_looking_at_all(made: tuple[Cut, tuple[int, ...]], seed: int) -> None:
     cut, shape = made
     rng = random.Random(seed)
     all_boxes: dict[Box, set[int]] = {}

@@ -150,9 +150,7 @@ def test_encoding_and_decoding_are_inverse(layout: Layout) -> None:
     assert again.encode() == data
     assert again.hash == layout.hash == derive("layout", data).hex()
     assert list(again) == list(layout)
-    assert [again.stored_pieces(i) for i in range(len(again))] == [
-        layout.stored_pieces(i) for i in range(len(layout))
-    ]
+    assert [again.stored_pieces(i) for i in range(len(again))] == [layout.stored_pieces(i) for i in range(len(layout))]
     fresh = Layout(again.world, again.dtypes, again.cuts, again.trees, again.blobs, again._numbers)
     assert fresh.encode() == data
 
@@ -262,9 +260,7 @@ def test_every_flipped_bit_is_found_or_harmless() -> None:
 def changed(plan: Callable[[dict[str, Any]], object] | None = None, **numbers: list[int] | bytes) -> bytes:
     """The bytes of the example with other numbers in some columns."""
     layout = example()
-    found: dict[str, array[int] | bytes] = dict(
-        columns.unpack(KIND, COLUMNS, layout.encode(), what="example")
-    )
+    found: dict[str, array[int] | bytes] = dict(columns.unpack(KIND, COLUMNS, layout.encode(), what="example"))
     if plan is not None:
         raw = found["plan"]
         value = json.loads(raw.tobytes() if isinstance(raw, array) else raw)
@@ -417,9 +413,7 @@ def test_sixteen_thousand_ranks_cost_what_their_tensors_cost() -> None:
 def test_many_listed_pieces_are_found_by_rank_in_one_pass() -> None:
     world, rows = 2000, 3
     entries = [
-        Entry(
-            f"t{i}", "float32", (world * rows,), pieces=[(r, Box((r * rows,), (rows,))) for r in range(world)]
-        )
+        Entry(f"t{i}", "float32", (world * rows,), pieces=[(r, Box((r * rows,), (rows,))) for r in range(world)])
         for i in range(10)
     ]
     layout = build(world, entries)

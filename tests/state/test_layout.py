@@ -31,9 +31,7 @@ def spec(
     ranks: list[int], sizes: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...] | None
 ) -> Any:
     """What a DTensorSpec has of a mesh, without processes."""
-    mesh = SimpleNamespace(
-        mesh=torch.tensor(ranks).view(sizes), shape=sizes, get_coordinate=lambda: coordinate
-    )
+    mesh = SimpleNamespace(mesh=torch.tensor(ranks).view(sizes), shape=sizes, get_coordinate=lambda: coordinate)
     return SimpleNamespace(mesh=mesh, placements=placements, shard_order=None)
 
 
@@ -119,6 +117,10 @@ def test_what_is_no_box_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"view: .*no boxes"):
         placements = (_StridedShard(0, split_factor=2), Shard(0))
         Describer()._cut(spec(list(range(9)), (3, 3), placements, (0, 0)), "view")
+    view = spec(list(range(4)), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)), (0, 0))
+    view.use_strided_shard_as_shard_order = False
+    with pytest.raises(LayoutError, match=r"flat: a view"):
+        Describer()._cut(view, "flat")
 
 
 def test_plain_tensors_are_whole() -> None:
@@ -254,9 +256,7 @@ def _fsdp_over_tp(rank: int, dp: int, tp: int, dim: int) -> list[tuple[str, Box,
     return found
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "dim"), [(3, 2, 13), (3, 2, 19), (3, 2, 25), (4, 1, 7), (1, 3, 8), (2, 2, 1)]
-)
+@pytest.mark.parametrize(("dp", "tp", "dim"), [(3, 2, 13), (3, 2, 19), (3, 2, 25), (4, 1, 7), (1, 3, 8), (2, 2, 1)])
 def test_fsdp_and_tensor_parallel_pieces_are_where_their_values_say(dp: int, tp: int, dim: int) -> None:
     """The values are element numbers: each local tensor says itself where it was cut from. Stock torch 2.13
     computes wrong offsets for the first three."""
@@ -296,9 +296,7 @@ def _dtensors(rank: int) -> dict[str, Any]:
     # A mesh of two of the four ranks, as a stage of a pipeline has it.
     stage = DeviceMesh("cpu", [1, 3])
     local = torch.full((2, 2), float(rank)) if rank in (1, 3) else torch.empty(0)
-    staged = DTensor.from_local(
-        local, stage, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
-    )
+    staged = DTensor.from_local(local, stage, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
     one = described.describe(staged, name="p")
     assert one.cut == Cut(Mesh.of([1, 3], (2,)), (0,), (0,))
     found["stage"] = [box for box, _ in one.pieces]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tierckpt.state.tree import flatten
 
 
 def model(sizes: Sequence[int] = (2, 3, 2)) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -271,9 +272,7 @@ def merged(groups: int, lr: float = 9.0) -> dict[str, Any]:
 def assert_moments(state: dict[str, Any], saved: list[dict[str, Any]]) -> None:
     for index, stage in enumerate(saved):
         old, new = getattr(stage["m"], f"l{index}"), getattr(state["m"], f"l{index}")
-        assert torch.equal(
-            stage["o"].state[old.weight]["exp_avg"], state["o"].state[new.weight]["exp_avg"]
-        ), index
+        assert torch.equal(stage["o"].state[old.weight]["exp_avg"], state["o"].state[new.weight]["exp_avg"]), index
         assert torch.equal(old.weight, new.weight)
 
 
@@ -377,9 +376,7 @@ def test_an_optimizer_may_stand_before_its_module_and_in_lists() -> None:
 def test_a_missing_optimizer_is_missing() -> None:
     module = model()
     state = {"m": model(), "o": torch.optim.SGD(module.parameters(), lr=0.1)}
-    assert Kept.of({"m": module}).problems(state) == [
-        "o: missing in the checkpoint, the state has an optimizer there"
-    ]
+    assert Kept.of({"m": module}).problems(state) == ["o: missing in the checkpoint, the state has an optimizer there"]
     assert Kept.of({"m": module}).load(state, strict=False).untouched == ["o"]
     assert "saved as something else" in Kept.of({"m": module, "o": 4}).problems(state)[0]
 

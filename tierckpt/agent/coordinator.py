@@ -144,22 +144,16 @@ class Coordinator:
         try:
             self.place.remove(names)
         except TierckptError as error:
-            warnings.warn(
-                f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2
-            )
+            warnings.warn(f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
 
     def _give_back(self, ref: CheckpointRef) -> None:
         """Remove the files of a step that could not be published, if it really was not."""
         try:
             self.store.refresh()
             if (ref.generation, ref.step) not in self.store.chain.committed:
-                self.place.remove(
-                    info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step))
-                )
+                self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
         except TierckptError as error:
-            warnings.warn(
-                f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2
-            )
+            warnings.warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""

@@ -120,11 +120,7 @@ class Drain:
         layout = job.shard.layout
 
         def commit() -> bytes:
-            return (
-                self._coordinator.commit(manifest, layout, pinned=job.pinned)
-                if self._ranks.rank == 0
-                else b""
-            )
+            return self._coordinator.commit(manifest, layout, pinned=job.pinned) if self._ranks.rank == 0 else b""
 
         told = self._ranks.vote(what, commit)
         self._coordinator.heed(told[0])

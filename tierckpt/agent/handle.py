@@ -56,9 +56,7 @@ class Handle:
             self._ended.set()
 
     def __repr__(self) -> str:
-        state = (
-            "failed" if self.error else "skipped" if not self._due else "done" if self._info else "under way"
-        )
+        state = "failed" if self.error else "skipped" if not self._due else "done" if self._info else "under way"
         return f"<save of step {self.step}: {state}>"
 
     def wait_staged(self, timeout: float | None = None) -> None:

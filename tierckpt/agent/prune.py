@@ -33,9 +33,7 @@ class Pruned:
     def to_json(self) -> dict[str, Any]:
         """As ``tierckpt prune --json`` prints it."""
         return {
-            "retired": [
-                {"generation": ref.generation, "step": ref.step, "id": ref.id} for ref in self.retired
-            ],
+            "retired": [{"generation": ref.generation, "step": ref.step, "id": ref.id} for ref in self.retired],
             "removed": self.removed,
             "bytes": self.size,
             "waiting": self.waiting,

@@ -1,7 +1,7 @@
 """The command line: one file per command, imported when it is called.
 
-Exit status: 0 all is well; 1 something is wrong with the data, named on stdout; 2 the command could not run, said
-in one line on stderr. ``TIERCKPT_DEBUG`` adds the traceback.
+Exit status: 0 all is well; 1 something is wrong with the data, named on stdout; 2 the command could not run,
+said in one line on stderr. ``TIERCKPT_DEBUG`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         except click.ClickException as error:
             return _cannot_run(f"tierckpt: {error.format_message()}")
+        except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):  # click has seen it first
+                return CANNOT_RUN
+            return _cannot_run(f"tierckpt: {error}") if isinstance(error.code, str) else int(error.code or 0)
         except BrokenPipeError:
             # Whoever read our output has gone; nothing more may be flushed into that pipe when Python ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

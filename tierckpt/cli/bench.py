@@ -50,9 +50,7 @@ class _Figure:
 
 
 @click.command()
-@click.argument(
-    "root", default=".", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
-)
+@click.argument("root", default=".", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path))
 @click.option(
     "--size",
     "gib",
@@ -66,8 +64,8 @@ class _Figure:
 def command(root: Path, gib: float, as_json: bool) -> int:
     """Measure saving to and loading from the folder ROOT, by default this one.
 
-    A state of random bytes is saved durably and loaded again, and a plain file of the same bytes is written and
-    read with O_DIRECT by as many threads. Works in a temporary folder, which is removed.
+    A state of random bytes is saved durably and loaded again, and a plain file of the same bytes is written
+    and read with O_DIRECT by as many threads. Works in a temporary folder, which is removed.
     """
     needs_torch("tierckpt bench")
     nbytes = int(gib * _GIB) // ALIGNMENT * ALIGNMENT
@@ -90,11 +88,9 @@ def command(root: Path, gib: float, as_json: bool) -> int:
 
 
 def _must_fit(root: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(root).free
-    if free < 2.5 * nbytes:
-        raise StoreError(
-            f"{root}: a state of {size(nbytes)} needs {size(int(2.5 * nbytes))} of free space, {size(free)} are left"
-        )
+    free, needed = shutil.disk_usage(root).free, int(2.5 * nbytes)
+    if free < needed:
+        raise StoreError(f"{root}: {size(needed)} of free space are needed, {size(free)} are left")
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from tierckpt.format.chain import Chain, CheckpointRef
 class Committed(NamedTuple):
     """A checkpoint that was ever committed.
 
-    ``time`` is that of its commit link. ``state``: ``"newest"``; ``"retired"``; ``"abandoned"``, live but not in
-    the lineage; ``"pinned"``, never to be retired; else ``"live"``. The newest and abandoned ones may be pinned,
-    too.
+    ``time`` is that of its commit link. ``state``: ``"newest"``; ``"retired"``; ``"abandoned"``, live but not
+    in the lineage; ``"pinned"``, never to be retired; else ``"live"``. Newest and abandoned ones may be
+    pinned, too.
     """
 
     ref: CheckpointRef

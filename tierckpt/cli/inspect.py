@@ -45,9 +45,7 @@ _SHORT = 200
 @click.command()
 @root_argument
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="This step instead of the newest.")
-@click.option(
-    "--tensors", "pattern", metavar="GLOB", help="All tensors whose dotted name matches, no others."
-)
+@click.option("--tensors", "pattern", metavar="GLOB", help="All tensors whose dotted name matches, no others.")
 @json_option
 @reports_data_errors(head=None, checkpoint=None, tensors=[], values={})
 def command(root: str, step: int | None, pattern: str | None, as_json: bool) -> int:
@@ -176,9 +174,7 @@ def _cut_text(cut: Cut | None, pieces: int) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _values(
-    store: Store, manifest: Manifest, layout: Layout, problems: list[Problem]
-) -> dict[str, dict[str, Any]]:
+def _values(store: Store, manifest: Manifest, layout: Layout, problems: list[Problem]) -> dict[str, dict[str, Any]]:
     """By rank, then by name: the values that the lowest rank of each tree keeps.
 
     Other ranks of the tree share them, but for ``PerRank`` ones.

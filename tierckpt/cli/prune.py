@@ -25,9 +25,7 @@ from tierckpt.config import READERS_GRACE
     help="How long the files of a retired checkpoint stay for readers.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
-@click.option(
-    "--key", metavar="PATH", help="The private key that signs, if not TIERCKPT_KEY or the run's own."
-)
+@click.option("--key", metavar="PATH", help="The private key that signs, if not TIERCKPT_KEY or the run's own.")
 @json_option
 @reports_data_errors()
 def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str | None, as_json: bool) -> int:

@@ -50,7 +50,7 @@ def place_at(root: str) -> DiskPlace:
 
 
 def _was_store(place: DiskPlace) -> bool:
-    """Whether there are files that only a store has: one without its ``tierckpt.json`` is damaged, not absent."""
+    """Whether only a store has such files: one without its ``tierckpt.json`` is damaged, not absent."""
     parsers = (paths.parse_link, paths.parse_layout, paths.parse_manifest, paths.parse_shard)
     folders = (
         paths.CHAIN,

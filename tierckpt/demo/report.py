@@ -74,9 +74,7 @@ def main(folder: Path | None = None, *, keep: bool = False) -> int:
 
 def _demo(space: Path, console: Console) -> bool:
     begun = time.monotonic()
-    console.print(
-        f"\n[bold]1[/bold]  a small GPT on {WORLD} FSDP2 processes, {STEPS} steps, a save every {EVERY}"
-    )
+    console.print(f"\n[bold]1[/bold]  a small GPT on {WORLD} FSDP2 processes, {STEPS} steps, a save every {EVERY}")
     calm, _ = _train(space, "undisturbed")
 
     console.print(f"[bold]2[/bold]  the same again, and rank {VICTIM} gets SIGKILL in the middle of a save")
@@ -200,9 +198,7 @@ def _kill_in_save(job: subprocess.Popen[bytes], root: Path, log: Path, rank: int
 
 def _stopped(pid: int) -> bool:
     """Whether all threads of the process have stopped."""
-    states = (
-        path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
-    )
+    states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat"))
     return all(state == "T" for state in states)
 
 
@@ -210,9 +206,7 @@ def _load(space: Path, processes: int) -> Digests:
     log = space / f"loaded-on-{processes}-log"
     log.mkdir()
     module = _torchrun(processes) if processes > 1 else [sys.executable, "-m", "tierckpt.demo.train"]
-    done = _run(
-        [*module, str(space / "killed"), "--folder", str(log), "--steps", str(STEPS), "--load"], space
-    )
+    done = _run([*module, str(space / "killed"), "--folder", str(log), "--steps", str(STEPS), "--load"], space)
     if done.returncode:
         raise DemoError(f"loading on {processes} failed\n{done.stdout.decode(errors='replace')[:4000]}")
     digests: Digests = json.loads((log / "digests.json").read_text())

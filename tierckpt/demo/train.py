@@ -47,9 +47,7 @@ class Job:
         # From here on each rank draws its own dropout masks.
         torch.manual_seed(SEED + 1 + rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, weight_decay=0.1)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, max_lr=2e-3, total_steps=steps + 1
-        )
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=2e-3, total_steps=steps + 1)
         self.windows = Windows(library_sources(), shape.context, SEED)
 
     def state(self) -> dict[str, Any]:

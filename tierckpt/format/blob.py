@@ -43,9 +43,7 @@ def decode(data: bytes, *, what: str) -> dict[str, JSON]:
     """The encoded values by name. Raises ``IntegrityError`` naming ``what`` if ``data`` is no padded blob."""
     bare = data.rstrip(b" ")
     if len(data) != capacity(len(bare)):
-        raise IntegrityError(
-            f"{what}: {len(bare)} bytes of values padded to {len(data)}, not {capacity(len(bare))}"
-        )
+        raise IntegrityError(f"{what}: {len(bare)} bytes of values padded to {len(data)}, not {capacity(len(bare))}")
     pairs = canonical.decode(bare, what=what, depth=values.DEPTH_LIMIT + 2)
     if type(pairs) is not list:
         raise IntegrityError(f"{what}: expected an array of pairs")

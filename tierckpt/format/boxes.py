@@ -111,9 +111,7 @@ def flat_range(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     return boxes
 
 
-def tiles(
-    shape: Sequence[int], boxes: Sequence[Box], label: Callable[[int], str] | None = None
-) -> str | None:
+def tiles(shape: Sequence[int], boxes: Sequence[Box], label: Callable[[int], str] | None = None) -> str | None:
     """None when ``boxes`` cover every element of ``shape`` exactly once; else a fault, in words.
 
     ``label(i)`` says whose box ``boxes[i]`` is. Time is N log N in the usual cases, bounded in all; tilings
@@ -185,8 +183,7 @@ def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Box, tuple[in
     when too many boxes are cut in two too often.
     """
     clips: list[_Clip] = [
-        (b.offset, tuple(o + s for o, s in zip(b.offset, b.size, strict=True)), i)
-        for i, b in enumerate(boxes)
+        (b.offset, tuple(o + s for o, s in zip(b.offset, b.size, strict=True)), i) for i, b in enumerate(boxes)
     ]
     stack: list[_Cell] = [((0,) * len(shape), shape, clips)]
     work = 64 * len(boxes) + (1 << 20)
@@ -229,9 +226,7 @@ def _cut(lo: tuple[int, ...], hi: tuple[int, ...], inside: list[_Clip]) -> tuple
     return best
 
 
-def _halves(
-    lo: tuple[int, ...], hi: tuple[int, ...], inside: list[_Clip], d: int, at: int
-) -> Iterator[_Cell]:
+def _halves(lo: tuple[int, ...], hi: tuple[int, ...], inside: list[_Clip], d: int, at: int) -> Iterator[_Cell]:
     below: list[_Clip] = []
     above: list[_Clip] = []
     for clip in inside:

@@ -127,9 +127,7 @@ class Chain:
             raise UntrustedError(f"{what}: belongs to run {link.run}, not to {self.run}")
         previous = self.links[-1].digest if self.links else None
         if link.previous != previous:
-            raise UntrustedError(
-                f"{what}: follows a link of digest {link.previous}, but that before it has {previous}"
-            )
+            raise UntrustedError(f"{what}: follows a link of digest {link.previous}, but that before it has {previous}")
         if not self.links and not isinstance(link.body, Begin):
             raise IntegrityError(f"{what}: a chain starts with a begin link, not with {link.action}")
 
@@ -147,15 +145,11 @@ class Chain:
             if body.origin is not None and body.origin not in self._numbers:
                 raise IntegrityError(f"{what}: continues {_name(body.origin)}, which is not live")
             if self.store is not None and body.store != self.store:
-                raise IntegrityError(
-                    f"{what}: store digest {body.store}, but tierckpt.json or link 0 has {self.store}"
-                )
+                raise IntegrityError(f"{what}: store digest {body.store}, but tierckpt.json or link 0 has {self.store}")
         elif isinstance(body, Commit):
             generation, step, _ = body.checkpoint
             if generation > self.generation:
-                raise IntegrityError(
-                    f"{what}: commits {_name(body.checkpoint)} before that generation has begun"
-                )
+                raise IntegrityError(f"{what}: commits {_name(body.checkpoint)} before that generation has begun")
             if (generation, step) in self.committed:
                 raise IntegrityError(f"{what}: {_name(body.checkpoint)} has been committed before")
         elif isinstance(body, Retire):
@@ -175,9 +169,7 @@ class Chain:
                 return [*self._ranges[:-1], (self._ranges[-1][0], number)]
             return [*self._ranges, (number, number)]
         if isinstance(body, Retire):
-            return _without(
-                self._ranges, sorted(self._numbers[checkpoint] for checkpoint in body.checkpoints)
-            )
+            return _without(self._ranges, sorted(self._numbers[checkpoint] for checkpoint in body.checkpoints))
         return self._ranges
 
     def _take(self, link: Link, digest: str, ranges: list[tuple[int, int]]) -> None:

@@ -65,9 +65,7 @@ def _array(array: Any, numpy: Any) -> tuple[str, str]:
     """dtype and base64 of the bytes, in C order and little-endian."""
     dtype = array.dtype
     if not _DTYPE.fullmatch(dtype.str) or numpy.dtype(dtype.str) != dtype:
-        raise Refused(
-            f"a numpy array or scalar of dtype {dtype} cannot be stored; convert it to a plain dtype"
-        )
+        raise Refused(f"a numpy array or scalar of dtype {dtype} cannot be stored; convert it to a plain dtype")
     if array.nbytes > ARRAY_LIMIT:
         raise Refused(f"a numpy array of {array.nbytes} bytes inside a value; at most {ARRAY_LIMIT} may be")
     data = array.astype(dtype.newbyteorder("<"), copy=False).tobytes()

@@ -211,9 +211,7 @@ class Cut:
         spans = []
         for p, dims in self._steps.items():
             lo = within.offset[p]
-            spans.append(
-                list(_spans(0, shape[p], [self.mesh.shape[d] for d in dims], lo, lo + within.size[p], ()))
-            )
+            spans.append(list(_spans(0, shape[p], [self.mesh.shape[d] for d in dims], lo, lo + within.size[p], ())))
         steps = list(self._steps.items())
         for chosen in product(*spans):
             coordinate = [0] * len(self.placements)

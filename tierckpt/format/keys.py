@@ -43,9 +43,7 @@ class SigningKey:
         if b"PRIVATE KEY" not in data:
             raise StoreError(f"{os.fspath(path)}: not a private key; give the file that keygen wrote")
         if Path(path).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            warnings.warn(
-                f"the private key {os.fspath(path)} can be read by other users; chmod 600 it", stacklevel=2
-            )
+            warnings.warn(f"the private key {os.fspath(path)} can be read by other users; chmod 600 it", stacklevel=2)
         return SigningKey(_private(data, path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -96,9 +94,7 @@ def read_public(key: str | os.PathLike[str]) -> str:
     try:
         data = _read(text)
     except StoreError as error:
-        raise UntrustedError(
-            f"not a public key: neither 64 hex digits nor a file that can be read: {error}"
-        ) from None
+        raise UntrustedError(f"not a public key: neither 64 hex digits nor a file that can be read: {error}") from None
     try:
         if b"PRIVATE KEY" in data:
             return SigningKey(_private(data, text)).public
@@ -142,8 +138,10 @@ def _read(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(_LARGEST_FILE)
-    except (OSError, ValueError) as error:  # ValueError: NUL in the path
-        raise StoreError(f"{os.fspath(path)}: cannot read the key: {error}") from None
+    except OSError as error:
+        raise StoreError(f"{os.fspath(path)}: cannot read the key: {error.strerror}") from None
+    except ValueError as error:  # NUL in the path
+        raise StoreError(f"{os.fspath(path)!r}: cannot read the key: {error}") from None
 
 
 def _write_new(path: str | os.PathLike[str], data: bytes, mode: int) -> None:

@@ -117,9 +117,7 @@ class Layout:
         dtypes: dict[str, int] = {}
         cuts: dict[Cut, int] = {}
         known: dict[int, int] = {}  # by identity: large meshes are slow to compare
-        numbers = {
-            name: array("B" if d == "U8" else "I" if d == "U32" else "q") for name, d in COLUMNS.items()
-        }
+        numbers = {name: array("B" if d == "U8" else "I" if d == "U32" else "q") for name, d in COLUMNS.items()}
         ends, shapes = numbers["name_ends"], numbers["shapes"]
         names: list[bytes] = []
         end = 0
@@ -158,10 +156,7 @@ class Layout:
         plan = layout_plan.encode(Plan(self.world, self.dtypes, self.cuts, self.trees, self.blobs))
         return columns.pack(
             KIND,
-            [
-                (name, dtype, plan if name == "plan" else self._numbers[name])
-                for name, dtype in COLUMNS.items()
-            ],
+            [(name, dtype, plan if name == "plan" else self._numbers[name]) for name, dtype in COLUMNS.items()],
         )
 
     @staticmethod
@@ -275,14 +270,10 @@ class Layout:
         at = 0
         held: dict[tuple[int, tuple[int, ...]], Box] = {}
         places = [cut.mesh.coordinate(rank) for cut in self.cuts]
-        numbers = [
-            -1 if place is None else cut.replica(place) for cut, place in zip(self.cuts, places, strict=True)
-        ]
+        numbers = [-1 if place is None else cut.replica(place) for cut, place in zip(self.cuts, places, strict=True)]
         replicas = [cut.replicas for cut in self.cuts]
         stop = self._starts[0]
-        rows = zip(
-            self._aliases, self._cut_of, self._first, self._splits, self._numbers["ndims"], strict=True
-        )
+        rows = zip(self._aliases, self._cut_of, self._first, self._splits, self._numbers["ndims"], strict=True)
         shapes = self._shapes
         for i, (alias, number, first, split, ndim) in enumerate(rows):
             start = stop
@@ -455,9 +446,7 @@ def _check_columns(numbers: dict[str, array[int]], plan: Plan, what: str) -> Non
                 plan.cuts[number].lowest_ndim <= ndim and first < plan.cuts[number].replicas >= split >= 1
             )
         if not fits:
-            raise IntegrityError(
-                f"{what}: cut {number}, writer {first} and split {split} do not fit {ndim} dimensions"
-            )
+            raise IntegrityError(f"{what}: cut {number}, writer {first} and split {split} do not fit {ndim} dimensions")
     tensors, ranks = numbers["piece_tensors"], numbers["piece_ranks"]
     if len(tensors) != len(ranks) or any(b < a for a, b in pairwise(tensors)):
         raise IntegrityError(f"{what}: pieces are not in the order of their tensors")

@@ -169,9 +169,7 @@ class Link:
         """The bytes of the link's file. The link must be signed."""
         if len(self.signature) != _SIGNATURE:
             raise ValueError("a link must be signed before it is encoded")
-        return canonical.document(
-            "link", body=self._body(), signature=base64.b64encode(self.signature).decode("ascii")
-        )
+        return canonical.document("link", body=self._body(), signature=base64.b64encode(self.signature).decode("ascii"))
 
     @cached_property
     def digest(self) -> str:

@@ -67,9 +67,7 @@ class Manifest:
         )
 
     def encode(self) -> bytes:
-        shards: list[JSON] = [
-            {"digest": shard.digest, "rank": shard.rank, "size": shard.size} for shard in self.shards
-        ]
+        shards: list[JSON] = [{"digest": shard.digest, "rank": shard.rank, "size": shard.size} for shard in self.shards]
         requires: list[JSON] = []
         return canonical.document(
             "manifest",
@@ -128,13 +126,10 @@ class Manifest:
         if shard is None:
             raise IntegrityError(f"receipt of {receipt.name}: rank {receipt.rank} is not in the manifest")
         if shard.size != receipt.size:
-            raise IntegrityError(
-                f"receipt of {receipt.name}: size is {receipt.size}, the manifest says {shard.size}"
-            )
+            raise IntegrityError(f"receipt of {receipt.name}: size is {receipt.size}, the manifest says {shard.size}")
         if shard.digest != receipt.shard_digest:
             raise IntegrityError(
-                f"receipt of {receipt.name}: shard digest is {receipt.shard_digest}, "
-                f"the manifest says {shard.digest}"
+                f"receipt of {receipt.name}: shard digest is {receipt.shard_digest}, the manifest says {shard.digest}"
             )
         if receipt.rank == 0 and canonical.encode(receipt.metadata) != canonical.encode(self.metadata):
             raise IntegrityError(f"receipt of {receipt.name}: metadata is not that of the manifest")

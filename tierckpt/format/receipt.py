@@ -137,7 +137,5 @@ def _digests(text: str, size: int, what: str) -> bytes:
         except (ValueError, binascii.Error):
             found = b""
     if len(found) != wanted or base64.b64encode(found) != text.encode("utf-8"):
-        raise IntegrityError(
-            f"{what}: chunks must be the base64 of {wanted} bytes, for a shard of {size} bytes"
-        )
+        raise IntegrityError(f"{what}: chunks must be the base64 of {wanted} bytes, for a shard of {size} bytes")
     return found

@@ -157,8 +157,7 @@ def build(pieces: Iterable[Piece], *, layout: str, rank: int, blob: int | None) 
         if stored == "U8" and kind != "uint8":
             shown = f"{shown},{size}" if shown else str(size)
         lines.append(
-            f'{encode_basestring(name)}:{{"dtype":"{stored}","shape":[{shown}],'
-            f'"data_offsets":[{at},{at + nbytes}]}}'
+            f'{encode_basestring(name)}:{{"dtype":"{stored}","shape":[{shown}],"data_offsets":[{at},{at + nbytes}]}}'
         )
         at += nbytes
     if blob is not None:
@@ -207,9 +206,7 @@ def header_size(first: bytes, *, name: str, size: int) -> int:
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,15})"
 _START = re.compile(
-    r'\{"__metadata__":\{"format":"pt","tierckpt":"shard 1","layout":"([0-9a-f]{64})","rank":"('
-    + _NUMBER
-    + r')"\}'
+    r'\{"__metadata__":\{"format":"pt","tierckpt":"shard 1","layout":"([0-9a-f]{64})","rank":"(' + _NUMBER + r')"\}'
 )
 _ENTRY = re.compile(
     rf':\{{"dtype":"([A-Z0-9_]{{1,16}})","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,255}})?)\],'
@@ -270,13 +267,9 @@ def _entry(name: str, found: re.Match[str], at: int, start: int) -> StoredEntry:
     if item is None or piece is None:
         raise ValueError(f"{name[:200]!r} has dtype {kind} or a name that no entry has")
     if low != at - start:
-        raise ValueError(
-            f"{name[:200]!r} starts at {low} of the data, the entry before it ends at {at - start}"
-        )
+        raise ValueError(f"{name[:200]!r} starts at {low} of the data, the entry before it ends at {at - start}")
     if high <= low or math.prod(shape) * item != high - low:
-        raise ValueError(
-            f"{name[:200]!r}: {kind} of shape {list(shape)[:20]} does not take {high - low} bytes"
-        )
+        raise ValueError(f"{name[:200]!r}: {kind} of shape {list(shape)[:20]} does not take {high - low} bytes")
     return StoredEntry(name, piece[1], int(piece[2]) if piece[2] else -1, kind, shape, at, high - low)
 
 

@@ -22,9 +22,7 @@ def is_run_id(run: str) -> bool:
 def check_run_id(run: str) -> str:
     """``run`` itself. Raises ``StoreError`` if no run may be called that."""
     if not is_run_id(run):
-        raise StoreError(
-            f"run id {run[:140]!r}: use 1 to 128 of A-Z a-z 0-9 . _ -, the first a letter or a digit"
-        )
+        raise StoreError(f"run id {run[:140]!r}: use 1 to 128 of A-Z a-z 0-9 . _ -, the first a letter or a digit")
     return run
 
 

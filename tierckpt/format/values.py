@@ -107,9 +107,7 @@ def _bytes(tag: str) -> Callable[[Any], JSON]:
 def _clock(tag: str) -> Callable[[Any], JSON]:
     def encode_clock(value: datetime | time) -> JSON:
         if value.tzinfo is not None and type(value.tzinfo) is not timezone:
-            raise Refused(
-                f"time zone {value.tzinfo!r} is not a fixed offset; use datetime.timezone or a string"
-            )
+            raise Refused(f"time zone {value.tzinfo!r} is not a fixed offset; use datetime.timezone or a string")
         return [tag, value.isoformat(), 1] if value.fold else [tag, value.isoformat()]
 
     return encode_clock
@@ -185,11 +183,7 @@ def _class(kind: type) -> str:
 def is_namedtuple(value: object) -> bool:
     """Whether the class of ``value`` was made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
     kind = type(value)
-    return (
-        isinstance(value, tuple)
-        and isinstance(getattr(kind, "_fields", None), tuple)
-        and hasattr(kind, "_make")
-    )
+    return isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple) and hasattr(kind, "_make")
 
 
 def decode(encoded: JSON, *, what: str, template: object = None) -> Any:

@@ -1,17 +1,17 @@
-"""Bring verified bytes from a store into live memory."""
+"""Bring verified bytes of shards into live memory."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError
 from tierckpt.format import blob, shard
 from tierckpt.format.canonical import JSON
-from tierckpt.format.digest import CHUNK
+from tierckpt.format.digest import chunk_range
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import Receipt
@@ -21,60 +21,66 @@ from tierckpt.tiers.chunks import check_header, read_chunks, read_header
 from tierckpt.tiers.store import Store
 
 
-@dataclass
-class ShardFetch:
-    """One shard of a checkpoint, open, its receipt and header verified."""
+@dataclass(frozen=True)
+class Job:
+    """Chunks to read of one shard, and what to do with each once it is verified (from any thread)."""
 
-    store: Store
+    indices: Sequence[int]
+    use: Callable[[int, int, memoryview], None]
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """What is known of one shard before any of its data is read: its verified receipt and entries."""
+
     layout: Layout
     receipt: Receipt
-    reader: Reader
     entries: tuple[shard.Entry, ...]
-    bytes: int = 0
 
-    @classmethod
-    def open(cls, store: Store, manifest: Manifest, layout: Layout, rank: int) -> ShardFetch:
-        """Raises:
-        IncompleteError: receipt or shard are missing.
-        IntegrityError: receipt or header are not what the manifest and the layout say.
-        """
-        receipt = store.receipt(manifest, rank)
-        reader = store.open_shard(receipt)
-        try:
-            header = read_header(reader, receipt, url=store.url)
-            name = f"{store.url}/{receipt.name}"
-            entries = check_header(header, layout, manifest.layout, rank, name=name)
-        except BaseException:
-            reader.close()
-            raise
-        return cls(store, layout, receipt, reader, entries)
-
-    def read(self, wanted: ShardRead) -> None:
-        """Fill the memory that ``wanted`` names; every chunk is verified before a byte of it is used."""
+    def fill(self, wanted: ShardRead) -> Job:
+        """The job that fills the memory which ``wanted`` names."""
         table, pointers = wanted.table(self.layout, self.entries)
-        self._scatter(table, lambda lo, hi, data: table.scatter(pointers, lo, hi, data))
+        return Job(touched(table, self.receipt.size), lambda lo, hi, data: table.scatter(pointers, lo, hi, data))
 
-    def values(self) -> dict[str, JSON]:
-        """The encoded values in this shard's blob, by name."""
+    def values(self) -> tuple[Job, Callable[[], dict[str, JSON]]]:
+        """The job that reads the blob, and the function that then gives its encoded values by name."""
         last = self.entries[-1]
         if last.name != blob.NAME:
-            raise IntegrityError(f"{self.store.url}/{self.receipt.name}: it has no values")
+            raise IntegrityError(f"{self.receipt.name}: it has no values")
         data = bytearray(last.nbytes)
         table = _native.CopyTable(*(array("q", [n]) for n in (last.offset, 1, 1, last.nbytes, 1, 1)))
         pointers = array("Q", [ctypes.addressof(ctypes.c_char.from_buffer(data))])
-        self._scatter(table, lambda lo, hi, chunk: table.scatter(pointers, lo, hi, chunk))
-        return blob.decode(bytes(data), what=f"{self.store.url}/{self.receipt.name}: values")
+        job = Job(touched(table, self.receipt.size), lambda lo, hi, chunk: table.scatter(pointers, lo, hi, chunk))
+        return job, lambda: blob.decode(bytes(data), what=f"{self.receipt.name}: values")
 
-    def _scatter(self, table: _native.CopyTable, use: Callable[[int, int, memoryview], None]) -> None:
-        indices = touched(table, self.receipt.size)
-        read_chunks(self.reader, self.receipt, indices, use, url=self.store.url)
-        self.bytes += len(indices) * CHUNK
 
-    def close(self) -> None:
-        self.reader.close()
+class LocalShard:
+    """A shard that is in this rank's own root, open.
 
-    def __enter__(self) -> ShardFetch:
+    Raises:
+        IncompleteError: receipt or shard are missing.
+        IntegrityError: receipt or header are not what the manifest and the layout say.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, layout: Layout, rank: int) -> None:
+        self.url = store.url
+        receipt = store.receipt(manifest, rank)
+        self.reader: Reader = store.open_shard(receipt)
+        try:
+            self.header = read_header(self.reader, receipt, url=store.url)
+            name = f"{store.url}/{receipt.name}"
+            self.view = ShardView(layout, receipt, check_header(self.header, layout, manifest.layout, rank, name=name))
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def run(self, job: Job) -> int:
+        """Read, verify, use; the number of bytes read."""
+        read_chunks(self.reader, self.view.receipt, job.indices, job.use, url=self.url)
+        return sum(hi - lo for lo, hi in (chunk_range(index, self.view.receipt.size) for index in job.indices))
+
+    def __enter__(self) -> LocalShard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.reader.close()

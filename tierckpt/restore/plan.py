@@ -46,15 +46,11 @@ class ShardRead:
                 raise IntegrityError(f"shard {self.rank}: there is no piece {k} of {layout.name(index)!r}")
             tensor = destination.memory
             item = tensor.element_size()
-            strides = [item * n for n in accumulate(reversed(piece.size[1:]), lambda a, b: a * b, initial=1)][
-                ::-1
-            ]
+            strides = [item * n for n in accumulate(reversed(piece.size[1:]), lambda a, b: a * b, initial=1)][::-1]
             steps = [item * n for n in tensor.stride()]
             offset, address = entry.offset, tensor.data_ptr()
             if piece != box or destination.box != box:
-                for o, p, d, s, t in zip(
-                    box.offset, piece.offset, destination.box.offset, strides, steps, strict=True
-                ):
+                for o, p, d, s, t in zip(box.offset, piece.offset, destination.box.offset, strides, steps, strict=True):
                     offset += (o - p) * s
                     address += (o - d) * t
             offsets.append(offset)

@@ -20,9 +20,7 @@ class LiveSource:
         keep: whatever must stay alive as long as this does.
     """
 
-    def __init__(
-        self, table: _native.CopyTable, pointers: array[int], size: int, keep: Sequence[object]
-    ) -> None:
+    def __init__(self, table: _native.CopyTable, pointers: array[int], size: int, keep: Sequence[object]) -> None:
         self.size = size
         self._table, self._pointers, self._keep = table, pointers, keep
 

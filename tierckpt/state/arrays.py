@@ -39,9 +39,7 @@ def to_tensor(array: Array, *, what: str) -> torch.Tensor:
     """
     dtype = array.dtype
     if dtype.kind not in _STORED_KINDS or numpy.dtype(dtype.str) != dtype or dtype.str[1:] in ("f16", "c32"):
-        raise StateError(
-            f"{what}: a numpy array of dtype {dtype} cannot be stored; convert it to a plain dtype"
-        )
+        raise StateError(f"{what}: a numpy array of dtype {dtype} cannot be stored; convert it to a plain dtype")
     if _native(dtype) is None:
         # Not a view: the uint8 view of a strided or foreign-endian array does not exist in general.
         raw = numpy.frombuffer(bytearray(array.tobytes()), dtype=numpy.uint8)

@@ -67,9 +67,7 @@ def choose(
     _count_fixed(loads, gridded, offered)
     # Those with the widest choice of ranks come first among the small, last among the large ones.
     order = sorted(groups, key=lambda cut: cut.mesh.size // cut.replicas)
-    small = {
-        cut: [i for i in groups[cut] if prod(gridded[i].shape) * gridded[i].item < SMALL] for cut in order
-    }
+    small = {cut: [i for i in groups[cut] if prod(gridded[i].shape) * gridded[i].item < SMALL] for cut in order}
     for cut in order:
         _Group(cut, loads).place_small(gridded, small[cut], choices)
     level = loads.tolist()
@@ -135,9 +133,7 @@ class _Group:
         box = self.cut.box(tensor.shape, (0,) * len(self.cut.placements))
         return box, prod(box.size) * tensor.item
 
-    def place_small(
-        self, gridded: Sequence[Gridded], members: list[int], choices: list[tuple[int, int]]
-    ) -> None:
+    def place_small(self, gridded: Sequence[Gridded], members: list[int], choices: list[tuple[int, int]]) -> None:
         if not members:
             return
         sizes = {i: self.box(gridded[i])[1] for i in members}
@@ -154,9 +150,7 @@ class _Group:
             added[r] = level - levels[r]
         self.loads[self.ranks] += added[:, None]
 
-    def place_large(
-        self, gridded: Sequence[Gridded], members: list[int], choices: list[tuple[int, int]]
-    ) -> None:
+    def place_large(self, gridded: Sequence[Gridded], members: list[int], choices: list[tuple[int, int]]) -> None:
         if not members:
             return
         before = self.levels()

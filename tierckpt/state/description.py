@@ -67,8 +67,7 @@ def local_description(described: Mapping[str, Described], *, tree: JSON, per_ran
     dtypes = _Numbers()
     cuts = _Numbers()
     numbers: dict[str, array[int] | bytes] = {
-        name: array("B" if dtype == "U8" else "I" if dtype == "U32" else "q")
-        for name, dtype in _COLUMNS.items()
+        name: array("B" if dtype == "U8" else "I" if dtype == "U32" else "q") for name, dtype in _COLUMNS.items()
     }
     listed: list[tuple[int, Box]] = []
     which = array("I")
@@ -171,8 +170,7 @@ def _aliases(names: Sequence[str], rows: Sequence[Described]) -> Iterable[int]:
             address = row.pieces[0][1].data_ptr()
             if not address:
                 raise LayoutError(
-                    f"{names[i]}: its memory was freed (a parameter that is sharded now?); save it when it "
-                    "has values"
+                    f"{names[i]}: its memory was freed (a parameter that is sharded now?); save it when it has values"
                 )
         elif 0 in row.shape:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from tierckpt.format import values
@@ -23,7 +24,8 @@ class Flat:
     ``tensors`` are the live tensors themselves (parameters are not detached). ``values`` are live: encode
     them before the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names
     the tensors that are parameters or state of an ``Optimizer`` in the state: nothing but its step changes
-    them."""
+    them.
+    """
 
     tree: JSON
     tensors: dict[str, LiveTensor] = field(default_factory=dict)
@@ -36,14 +38,9 @@ def flatten(state: Any) -> Flat:
     """Take ``state`` apart.
 
     Raises ``StateError`` naming the path for what cannot be saved; values are looked at only when they are
-    encoded."""
-    root = live.walk(state)
-    flat = Flat(None)
-    fenced: set[int] = set()
-    flat.tree = _emit(root, flat, fenced, inside=False)
-    if fenced:
-        _mark(root, flat.optimizer_storages, fenced, inside=False)
-    return flat
+    encoded.
+    """
+    return _Emitter().run(live.walk(state))
 
 
 _TENSOR: JSON = ["tensor"]
@@ -51,59 +48,84 @@ _VALUE: JSON = ["value"]
 _PER_RANK: JSON = ["per_rank"]
 
 
-def _emit(node: Node, flat: Flat, fenced: set[int], *, inside: bool) -> JSON:
-    if type(node) is Leaf:
-        return _emit_leaf(node, flat)
-    assert isinstance(node, Branch)
-    if isinstance(node, StatefulBranch):
-        return _emit(node.children[0], flat, fenced, inside=inside)
-    if isinstance(node, OptimizerBranch):
+class _Emitter:
+    def __init__(self) -> None:
+        self.flat = Flat(None)
+        self.parameters: set[int] = set()  # of optimizers, by id
+        self.wrapped: list[tuple[int, list[str]]] = []  # tensor subclasses and the names of what they hold
+
+    def run(self, root: Node) -> Flat:
+        flat, parameters = self.flat, self.parameters
+        flat.tree = self.emit(root)
+        if parameters:
+            fenced = flat.optimizer_storages
+            fenced.update([name for name, tensor in flat.tensors.items() if id(tensor) in parameters])
+            for identity, names in self.wrapped:
+                if identity in parameters:
+                    fenced.update(names)
+        return flat
+
+    def emit(self, node: Node) -> JSON:
+        if isinstance(node, Leaf):
+            return self._leaf(node)
+        if isinstance(node, StatefulBranch):
+            return self.emit(node.children[0])
+        if isinstance(node, ModuleBranch) and node.is_valueless:
+            self.flat.values[node.name] = OrderedDict(
+                (key, child.live) for key, child in zip(node.keys, node.children, strict=True)
+            )
+            return _VALUE
+        if isinstance(node, OptimizerBranch):
+            return self._optimizer(node)
+        before = len(self.flat.tensors)
+        children = self._children(node)
+        if node.kind == "subclass":
+            self.wrapped.append((id(node.live), list(islice(self.flat.tensors, before, None))))
+        return self._branch(node, children)
+
+    def _children(self, node: Branch) -> list[JSON]:
+        tensors = self.flat.tensors
+        found: list[JSON] = []
+        for child in node.children:
+            if child.kind == "tensor":
+                tensors[child.name] = child.live
+                found.append(_TENSOR)
+            else:
+                found.append(self.emit(child))
+        return found
+
+    def _branch(self, node: Branch, children: list[JSON]) -> JSON:
+        if node.kind in MAPPINGS:
+            pairs: list[JSON] = [
+                [key if type(key) is str else values.encode(key, path=readable(node.name)), child]
+                for key, child in zip(node.keys, children, strict=True)
+            ]
+            return [node.kind, pairs]
+        if node.kind == "namedtuple":
+            return [node.kind, type(node.live).__name__, list(node.live._fields), children]
+        if node.kind == "subclass":
+            attributes: list[JSON] = [list(pair) for pair in zip(node.keys, children, strict=True)]
+            return [node.kind, type_name(node.live), attributes, node.context]
+        return [node.kind, children]
+
+    def _optimizer(self, node: OptimizerBranch) -> JSON:
         for group in node.live.param_groups:
-            fenced.update(map(id, group["params"]))
-    elif isinstance(node, ModuleBranch) and node.is_valueless:
-        flat.values[node.name] = OrderedDict(
-            (key, child.live) for key, child in zip(node.keys, node.children, strict=True)
-        )
-        return _VALUE
-    children = [_emit(child, flat, fenced, inside=inside) for child in node.children]
-    if node.kind in MAPPINGS:
-        pairs: list[JSON] = [
-            [key if type(key) is str else values.encode(key, path=readable(node.name)), child]
-            for key, child in zip(node.keys, children, strict=True)
-        ]
-        return [node.kind, pairs]
-    if node.kind == "namedtuple":
-        return [node.kind, type(node.live).__name__, list(node.live._fields), children]
-    if node.kind == "subclass":
-        attributes: list[JSON] = [list(pair) for pair in zip(node.keys, children, strict=True)]
-        return [node.kind, type_name(node.live), attributes, node.context]
-    return [node.kind, children]
+            self.parameters.update(map(id, group["params"]))
+        before = len(self.flat.tensors)
+        states = self.emit(node.children[0])
+        self.flat.optimizer_storages.update(islice(self.flat.tensors, before, None))
+        return self._branch(node, [states, *(self.emit(child) for child in node.children[1:])])
 
-
-def _emit_leaf(leaf: Leaf, flat: Flat) -> JSON:
-    if leaf.kind == "tensor":
-        flat.tensors[leaf.name] = leaf.live
-        return _TENSOR
-    if leaf.kind == "value":
-        flat.values[leaf.name] = leaf.live
-        return _VALUE
-    if leaf.kind == "per_rank":
-        flat.per_rank[leaf.name] = leaf.live.capture()
-        return _PER_RANK
-    flat.tensors[leaf.name] = arrays.to_tensor(leaf.live, what=readable(leaf.name))
-    return ["array", leaf.live.dtype.str, list(leaf.live.shape)]
-
-
-def _mark(node: Node, found: set[str], fenced: set[int], *, inside: bool) -> None:
-    """Collect the names of tensors that an optimizer owns: by identity, or because they are in its state."""
-    if type(node) is Leaf:
-        if node.kind == "tensor" and (inside or id(node.live) in fenced):
-            found.add(node.name)
-        return
-    assert isinstance(node, Branch)
-    if isinstance(node, OptimizerBranch):
-        _mark(node.children[0], found, fenced, inside=True)
-        return
-    inside = inside or (node.kind == "subclass" and id(node.live) in fenced)
-    for child in node.children:
-        _mark(child, found, fenced, inside=inside)
+    def _leaf(self, leaf: Leaf) -> JSON:
+        flat = self.flat
+        if leaf.kind == "tensor":
+            flat.tensors[leaf.name] = leaf.live
+            return _TENSOR
+        if leaf.kind == "value":
+            flat.values[leaf.name] = leaf.live
+            return _VALUE
+        if leaf.kind == "per_rank":
+            flat.per_rank[leaf.name] = leaf.live.capture()
+            return _PER_RANK
+        flat.tensors[leaf.name] = arrays.to_tensor(leaf.live, what=readable(leaf.name))
+        return ["array", leaf.live.dtype.str, list(leaf.live.shape)]

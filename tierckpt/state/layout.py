@@ -96,9 +96,7 @@ class Describer:
             return Described(value.dtype, value.global_shape, boxes, held, value)
         if _is_dtensor(value):
             return self._sharded(value, name)  # type: ignore[arg-type]
-        raise LayoutError(
-            f"{name}: a {type(value).__name__} is not a tensor with memory of its own; convert it"
-        )
+        raise LayoutError(f"{name}: a {type(value).__name__} is not a tensor with memory of its own; convert it")
 
     def _sharded(self, value: DTensor, name: str) -> Described:
         spec = value._spec
@@ -164,9 +162,7 @@ def describe(value: Value, *, name: str, ranks: Sequence[int] | None = None) -> 
 
 def destinations(value: Value, *, name: str, ranks: Sequence[int] | None = None) -> list[Destination]:
     """The boxes of ``value`` that a load has to fill on this rank, and where; see ``destination``."""
-    return [
-        destination(box, tensor, name=name) for box, tensor in describe(value, name=name, ranks=ranks).pieces
-    ]
+    return [destination(box, tensor, name=name) for box, tensor in describe(value, name=name, ranks=ranks).pieces]
 
 
 def destination(box: Box, tensor: torch.Tensor, *, name: str) -> Destination:
@@ -203,13 +199,13 @@ def is_live(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
-def local(value: Value, number: int) -> torch.Tensor:
-    """The live local tensor of piece ``number`` of ``Described.pieces``, found anew."""
+def local(value: Value) -> list[torch.Tensor]:
+    """The live local tensors of ``Described.pieces``, found anew; of a ``DTensor`` that has no elements here, too."""
     if isinstance(value, Pieces):
-        return [tensor for _, tensor in value.pieces if tensor.numel()][number]
+        return [tensor for _, tensor in value.pieces if tensor.numel()]
     if type(value) in PLAIN:
-        return value
-    return _local(cast("DTensor", value))
+        return [value]
+    return [_local(cast("DTensor", value))]
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -287,6 +283,9 @@ def _order(spec: Any, sizes: Sequence[int], name: str) -> list[int]:
     placements = spec.placements
     order: dict[int, list[int]] = {}
     if any(isinstance(p, _StridedShard) for p in placements):
+        if getattr(spec, "use_strided_shard_as_shard_order", None) is False:
+            # So torch marks what a view made of a sharded dimension: its placements say no order of cuts.
+            raise LayoutError(f"{name}: a view of a sharded tensor with {placements}; save what it is a view of")
         # The split factor of a strided shard is the number of parts that there were before it cut: its
         # place in the order is behind those mesh dimensions to its right that make so many.
         for d in range(len(placements) - 1, -1, -1):
@@ -295,9 +294,7 @@ def _order(spec: Any, sizes: Sequence[int], name: str) -> list[int]:
                 continue
             before = order.setdefault(p.dim, [])
             factor = p.split_factor if isinstance(p, _StridedShard) else 1
-            place = next(
-                (i for i in range(len(before) + 1) if prod(sizes[b] for b in before[:i]) == factor), None
-            )
+            place = next((i for i in range(len(before) + 1) if prod(sizes[b] for b in before[:i]) == factor), None)
             if place is None:
                 raise LayoutError(
                     f"{name}: {p!r} in {placements} over a mesh of shape {list(sizes)} makes pieces that are "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy
@@ -18,13 +19,12 @@ from tierckpt.state.marks import PerRank, Pieces, is_stateful
 from tierckpt.state.naming import below, readable
 from tierckpt.state.tensors import PLAIN, is_dtensor, is_uninitialized, kind_of_subclass, obstacle
 
-DEPTH_LIMIT = 64
-"""Containers within containers down to a tensor."""
+DEPTH_LIMIT = 16
+"""Containers within containers down to a tensor. Each takes three levels of the JSON of a layout, which has 64."""
 
 
 class Leaf:
-    """A leaf: ``kind`` is "tensor" (a tensor or ``Pieces``), "array", "value" or "per_rank"; ``live`` the
-    object."""
+    """``kind`` is "tensor" (a tensor or ``Pieces``), "array", "value" or "per_rank", ``live`` the object."""
 
     __slots__ = ("kind", "live", "name")
 
@@ -38,7 +38,8 @@ class Branch:
     """A container that holds tensors.
 
     ``kind`` is that of the tree's node. ``keys`` has the key, index or attribute of each child. ``context``
-    is the encoded context of a "subclass"."""
+    is the encoded context of a "subclass".
+    """
 
     __slots__ = ("children", "context", "keys", "kind", "live", "name")
 
@@ -114,7 +115,8 @@ def walk(state: Any, *, meta: bool = False) -> Node:
     """The live tree of ``state``. ``meta`` lets tensors on the meta device pass.
 
     A container without tensors is one value. Raises ``StateError`` naming the path for cycles and for tensors
-    and containers that cannot be saved."""
+    and containers that cannot be saved.
+    """
     walker = _Walker(state, meta=meta)
     node = walker.visit(state, names.ROOT)
     return Leaf("value", names.ROOT, state) if node is None else node
@@ -190,24 +192,18 @@ class _Walker:
     def _special_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         kind = type(tensor)
         if is_uninitialized(tensor):
-            raise StateError(
-                f"{readable(name)}: the parameter of a lazy module is not initialised; run it once"
-            )
+            raise StateError(f"{readable(name)}: the parameter of a lazy module is not initialised; run it once")
         if is_dtensor(tensor):
             self._check(tensor, name)
             local = tensor._local_tensor  # type: ignore[attr-defined]
             if type(local) not in PLAIN and kind_of_subclass(local) != "plain":
-                raise StateError(
-                    f"{readable(name)}: unsupported subclass {type(local).__name__} inside a DTensor"
-                )
+                raise StateError(f"{readable(name)}: unsupported subclass {type(local).__name__} inside a DTensor")
             return Leaf("tensor", name, tensor)
         what = kind_of_subclass(tensor)
         if what == "waiting":
             return Leaf("tensor", name, tensor.wait())  # type: ignore[attr-defined]
         if tensor.is_nested or what == "opaque":
-            raise StateError(
-                f"{readable(name)}: unsupported subclass {kind.__name__}: it holds no plain storage"
-            )
+            raise StateError(f"{readable(name)}: unsupported subclass {kind.__name__}: it holds no plain storage")
         if what == "plain":
             self._check(tensor, name)
             return Leaf("tensor", name, tensor)
@@ -220,9 +216,7 @@ class _Walker:
         for attribute in attributes:
             child = self.visit(getattr(tensor, attribute), below(name) + names.join((attribute,)))
             if child is None or child.kind not in ("tensor", "subclass"):
-                raise StateError(
-                    f"{readable(name)}: unsupported subclass {kind.__name__}: {attribute} is no tensor"
-                )
+                raise StateError(f"{readable(name)}: unsupported subclass {kind.__name__}: {attribute} is no tensor")
             children.append(child)
         return Branch("subclass", name, tensor, attributes, children, encoded)
 
@@ -236,9 +230,7 @@ class _Walker:
             return None
         return self._container(kind, name, value, range(len(value)), value)
 
-    def _container(
-        self, kind: str, name: str, live: Any, keys: Sequence[Any], items: Sequence[Any]
-    ) -> Branch | None:
+    def _container(self, kind: str, name: str, live: Any, keys: Sequence[Any], items: Sequence[Any]) -> Branch | None:
         identity = id(live)
         if identity in self._open:
             raise StateError(f"{readable(name)}: a container that contains itself cannot be saved")
@@ -252,15 +244,21 @@ class _Walker:
     def _children(self, name: str, keys: Iterable[Any], items: Sequence[Any]) -> list[Node]:
         """Nodes of the items; none if they hold no tensors."""
         prefix = below(name)
-        join = names.join
-        paths = [prefix + join((key,)) for key in keys]
-        found = [self.visit(item, path) for path, item in zip(paths, items, strict=True)]
-        if not any(node is not None for node in found):
-            return []
-        return [
-            Leaf("value", path, item) if node is None else node
-            for node, path, item in zip(found, paths, items, strict=True)
-        ]
+        found: list[Node] = []
+        plain = True
+        for key, item in zip(keys, items, strict=True):
+            path = prefix + (_component(key) if type(key) is str else names.join((key,)))
+            # Most leaves of large states are plain tensors; the rest takes the long way.
+            if type(item) in PLAIN and obstacle(item, meta=self._meta) is None:
+                node: Node | None = Leaf("tensor", path, item)
+            else:
+                node = self.visit(item, path)
+            if node is None:
+                found.append(Leaf("value", path, item))
+            else:
+                found.append(node)
+                plain = False
+        return [] if plain else found
 
     def _module(self, module: nn.Module, name: str) -> Branch:
         contents = self._contents_of(module, name)
@@ -282,9 +280,7 @@ class _Walker:
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> Branch:
         groups = optimizers.name_groups(optimizer, self._all_modules(), what=lambda: readable(name))
         prefix = below(name)
-        states = self._forced(
-            prefix + "state", optimizers.states(optimizer, groups, what=lambda: readable(name))
-        )
+        states = self._forced(prefix + "state", optimizers.states(optimizer, groups, what=lambda: readable(name)))
         written = self._forced(prefix + "param_groups", optimizers.written_groups(optimizer, groups))
         keys = ["state", "param_groups"]
         children: list[Node] = [states, written]
@@ -294,8 +290,7 @@ class _Walker:
         return OptimizerBranch(name, optimizer, keys, children, groups)
 
     def _forced(self, name: str, live: dict[Any, Any]) -> Branch:
-        """A dict that is a container even without tensors, each of its items a leaf or a container of its
-        own."""
+        """A dict that is a container even without tensors. Its items are leaves, or containers in turn."""
         children: list[Node] = []
         prefix = below(name)
         for key, item in live.items():
@@ -309,10 +304,7 @@ class _Walker:
         if self._modules is None:
             self._modules = []
             _find_modules(self._root, names.ROOT, self._modules, set())
-        return [
-            (names.dotted(names.split(name)), self._contents_of(module, name))
-            for name, module in self._modules
-        ]
+        return [(names.dotted(names.split(name)), self._contents_of(module, name)) for name, module in self._modules]
 
     def _stateful(self, value: Any, name: str) -> Branch:
         identity = id(value)
@@ -323,6 +315,11 @@ class _Walker:
         node = self.visit(state, name)
         self._open.discard(identity)
         return StatefulBranch(name, value, Leaf("value", name, state) if node is None else node)
+
+
+@lru_cache(maxsize=1 << 16)
+def _component(key: str) -> str:
+    return names.join((key,))
 
 
 def _find_modules(value: Any, name: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:

@@ -19,7 +19,8 @@ class PerRank:
     ``value`` is anything that can be encoded, may hold small tensors in dicts, lists and tuples (they are
     stored as bytes, in the rank's blob), or is an object with ``state_dict()`` and ``load_state_dict()``. A
     load fills tensors of the same shape and dtype in place and sets ``value`` to what was saved. In a job of
-    another size the leaf is left untouched."""
+    another size the leaf is left untouched.
+    """
 
     __slots__ = ("value",)
 
@@ -35,8 +36,7 @@ class PerRank:
         return is_stateful(self.value)
 
     def capture(self) -> tuple[Any, list[Any]]:
-        """What is encoded: the value with None in place of tensors, and ``(path, dtype, shape, bytes)`` of
-        each.
+        """What is encoded: the value, None for each tensor, and the tensors: ``(path, dtype, shape, bytes)``.
 
         A pair is used even when there are no tensors, so that no value of the user can be mistaken for it.
         """
@@ -53,8 +53,10 @@ class PerRank:
 
 
 def rebuild(captured: Any, *, what: str) -> Any:
-    """The value of a decoded ``PerRank.capture``, tensors in CPU memory. Raises ``IntegrityError`` naming
-    ``what``."""
+    """The value that `PerRank.capture` took, its tensors in CPU memory.
+
+    Raises ``IntegrityError`` naming ``what`` for anything else.
+    """
     try:
         value, tensors = captured
         for path, dtype, shape, data in tensors:
@@ -76,9 +78,7 @@ def is_stateful(value: object) -> bool:
 def _take_out(value: Any, path: tuple[Any, ...], tensors: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise StateError(
-                f"PerRank holds a tensor at {path!r} that is not a plain, strided one; convert it"
-            )
+            raise StateError(f"PerRank holds a tensor at {path!r} that is not a plain, strided one; convert it")
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
         tensors.append((path, value.dtype, value.shape, data))
@@ -149,14 +149,13 @@ class Pieces:
 
     ``global_shape`` is that of the logical tensor; each piece is an offset (in elements, one number per
     dimension) and the tensor that covers the box from there on. All pieces have the same dtype and device.
-    Raises ``StateError`` for a box that does not lie in the tensor."""
+    Raises ``StateError`` for a box that does not lie in the tensor.
+    """
 
     global_shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
-    def __init__(
-        self, global_shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]]
-    ) -> None:
+    def __init__(self, global_shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]]) -> None:
         shape = tuple(int(length) for length in global_shape)
         boxes = tuple((tuple(int(start) for start in offset), tensor) for offset, tensor in pieces)
         _check_pieces(shape, boxes)
@@ -181,9 +180,7 @@ class Pieces:
 
 def _check_pieces(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]) -> None:
     if not boxes:
-        raise StateError(
-            "Pieces needs at least one piece; a rank that holds nothing gives one with an empty box"
-        )
+        raise StateError("Pieces needs at least one piece; a rank that holds nothing gives one with an empty box")
     if min(shape, default=0) < 0:
         raise StateError(f"Pieces: global shape {shape} has a negative length")
     first = boxes[0][1]
@@ -194,13 +191,9 @@ def _check_pieces(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], to
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise StateError(f"{where} is not a plain, strided tensor; convert it")
         if len(offset) != len(shape) or tensor.ndim != len(shape):
-            raise StateError(
-                f"{where} of shape {tuple(tensor.shape)} needs {len(shape)} dimensions, like {shape}"
-            )
+            raise StateError(f"{where} of shape {tuple(tensor.shape)} needs {len(shape)} dimensions, like {shape}")
         if any(o < 0 or o + n > length for o, n, length in zip(offset, tensor.shape, shape, strict=True)):
-            raise StateError(
-                f"{where} of shape {tuple(tensor.shape)} does not lie in the global shape {shape}"
-            )
+            raise StateError(f"{where} of shape {tuple(tensor.shape)} does not lie in the global shape {shape}")
         if tensor.dtype != first.dtype or tensor.device != first.device:
             raise StateError(
                 f"{where} is {tensor.dtype} on {tensor.device}, piece 0 is {first.dtype} on {first.device}; "

@@ -3,7 +3,8 @@ place.
 
 Nothing live is touched here; a match returns a *plan*, a function of the decoded values by name that puts
 them in place and returns the object that then belongs there. None instead of a plan means that the live
-object stays, its tensors being filled where they are."""
+object stays, its tensors being filled where they are.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +55,7 @@ class Matcher:
         self.strict = strict
         self.cast = cast
         self.tensors: dict[str, LiveTensor] = {}
-        self.needed: dict[
-            str, Any
-        ] = {}  # name of a value -> live value that serves as template for its types
+        self.needed: dict[str, Any] = {}  # name of a value -> live value that serves as template for its types
         self.marks: dict[str, PerRank] = {}
         self.problems: list[str] = []
         self.untouched: list[str] = []
@@ -101,9 +100,7 @@ class Matcher:
             self.differ(node, saved)
             return None
         if isinstance(node, ModuleBranch):
-            plans = [
-                self._module_entry(key, child) for key, child in zip(node.keys, node.children, strict=True)
-            ]
+            plans = [self._module_entry(key, child) for key, child in zip(node.keys, node.children, strict=True)]
             return _module_plan(node, plans, self._touched)
         return _container_plan(node, [self.match(child) for child in node.children])
 
@@ -183,9 +180,7 @@ class Matcher:
             self.differ(leaf, saved)
             return None
         prefix = below(leaf.name)
-        children = [
-            Leaf("value", prefix + names.join((key,)), item) for key, item in zip(keys, items, strict=True)
-        ]
+        children = [Leaf("value", prefix + names.join((key,)), item) for key, item in zip(keys, items, strict=True)]
         return self.match(Branch(kind, leaf.name, live, keys, children))
 
     def _fit_tensor(self, name: str, live: LiveTensor) -> None:
@@ -202,9 +197,7 @@ class Matcher:
             self.problem(name, f"saved shape {tuple(shape)}, the state has {tuple(live.shape)}")
             fits = False
         if _dtype_name(live.dtype) != dtype and not self.cast:
-            self.problem(
-                name, f"saved dtype {dtype}, the state has {_dtype_name(live.dtype)} (cast=True converts)"
-            )
+            self.problem(name, f"saved dtype {dtype}, the state has {_dtype_name(live.dtype)} (cast=True converts)")
             fits = False
         if fits:
             self.tensors[name] = live
@@ -305,9 +298,7 @@ class Matcher:
         written, shape = self.saved[name]
         dtype = getattr(torch, written, None)
         if not isinstance(dtype, torch.dtype):
-            raise StateError(
-                f"{readable(name)}: this version of torch has no dtype {written}; use a newer one"
-            )
+            raise StateError(f"{readable(name)}: this version of torch has no dtype {written}; use a newer one")
         return dtype, tuple(shape)
 
     @staticmethod
@@ -316,8 +307,7 @@ class Matcher:
         return torch.empty(shape, dtype=dtype)
 
     def grow(self, name: str, node: Node | None, allocate: Allocate, *, fixed: bool = False) -> Plan:
-        """A plan for the complete object that was saved under ``name``, the checkpoint deciding what there
-        is.
+        """A plan for the complete object saved under ``name``; the checkpoint decides what there is.
 
         Live tensors of ``node`` are filled where they have the saved shape and dtype; for others ``allocate``
         makes memory. ``fixed``: live tensors must fit, and the caller reports what is missing. The plan returns
@@ -360,9 +350,7 @@ class Matcher:
         if saved.kind == "subclass":
             if not isinstance(node, Branch):
                 self.see_below(saved)
-                self.problem(
-                    saved.name, f"saved as the subclass {saved.detail[0]}, of which the state has none"
-                )
+                self.problem(saved.name, f"saved as the subclass {saved.detail[0]}, of which the state has none")
                 return lambda got: ABSENT
             self._subclass(node, saved)
             live = node.live
@@ -377,8 +365,7 @@ class Matcher:
                 for path, item in ((prefix + names.join((key,)), item) for key, item in node.live.items())
             }
         plans = [
-            (key, self.grow(child, likes.get(child), allocate, fixed=fixed))
-            for child, key in saved.children.items()
+            (key, self.grow(child, likes.get(child), allocate, fixed=fixed)) for child, key in saved.children.items()
         ]
         kept: list[tuple[Any, Any]] = []
         if isinstance(node, Branch) and not fixed:
@@ -418,8 +405,7 @@ def call_load_state_dict(target: Any, state: Any, name: str) -> None:
         target.load_state_dict(state)
     except Exception as error:
         raise StateError(
-            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: "
-            f"{type(error).__name__}: {error}"
+            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -443,18 +429,13 @@ def _container_plan(node: Branch, plans: Sequence[Plan | None]) -> Plan | None:
     return make_tuple if isinstance(live, tuple) else set_items
 
 
-def _module_plan(
-    node: ModuleBranch, plans: Sequence[Plan | None], touched: Callable[[Node], bool]
-) -> Plan | None:
+def _module_plan(node: ModuleBranch, plans: Sequence[Plan | None], touched: Callable[[Node], bool]) -> Plan | None:
     parts = [part for part in node.parts if any(touched(node.children[index]) for _, index in part.entries)]
     if not parts:
         return None
 
     def load(got: Decoded) -> Any:
-        items = [
-            child.live if plan is None else plan(got)
-            for child, plan in zip(node.children, plans, strict=True)
-        ]
+        items = [child.live if plan is None else plan(got) for child, plan in zip(node.children, plans, strict=True)]
         _load_parts(node, items, parts)
         return node.live
 

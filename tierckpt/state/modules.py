@@ -2,7 +2,8 @@
 
 Submodules that customise their state dict (hooks, overridden methods, extra state) take their own
 ``state_dict()`` and get their own ``load_state_dict()``; the rest of the model is still walked. FSDP2's hooks
-only bring a module into its sharded state, so they are called and do not count."""
+only bring a module into its sharded state, so they are called and do not count.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 @dataclass
 class Part:
-    """A submodule that loads its own state dict. ``entries`` pairs its keys with positions in
-    ``Contents.keys``."""
+    """A submodule that loads its own state dict. ``entries``: its keys, and where in ``Contents.keys``."""
 
     module: nn.Module
     entries: list[tuple[str, int]]
@@ -43,8 +43,7 @@ class Part:
 
 @dataclass
 class Contents:
-    """Qualified names and what stands under each, in the order of ``state_dict()``; and names of the
-    parameters."""
+    """Qualified names and what stands under each, in the order of ``state_dict()``."""
 
     keys: list[str] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -100,7 +99,7 @@ def _walk(module: nn.Module, prefix: str, found: Contents, open_: set[int], what
 
 @lru_cache(maxsize=4096)
 def _trait(kind: type[nn.Module]) -> str:
-    """ "wrapper", "fsdp1", "transparent", "custom" (its class customises the state dict) or "plain"."""
+    """One of "wrapper", "fsdp1", "transparent", "custom" (its class customises the state dict), "plain"."""
     if issubclass(kind, (DistributedDataParallel, DataParallel)):
         return "wrapper"
     if any(base.__name__ == "FullyShardedDataParallel" for base in kind.__mro__):
@@ -111,9 +110,7 @@ def _trait(kind: type[nn.Module]) -> str:
         return "custom"
     # torch's own overrides of this one only upgrade old versions.
     loader = kind._load_from_state_dict
-    if loader is not nn.Module._load_from_state_dict and not loader.__module__.startswith(
-        "torch.nn.modules."
-    ):
+    if loader is not nn.Module._load_from_state_dict and not loader.__module__.startswith("torch.nn.modules."):
         return "custom"
     return "plain"
 

@@ -23,7 +23,8 @@ class SavedNode:
     """A node of one or several trees that were laid over each other.
 
     ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others
-    may have a container. ``trees`` are the numbers of those that have the node."""
+    may have a container. ``trees`` are the numbers of those that have the node.
+    """
 
     __slots__ = ("children", "detail", "is_value", "kind", "name", "trees")
 
@@ -37,9 +38,9 @@ class SavedNode:
 
 
 def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
-    """All nodes of ``trees`` by name, in order. Containers are united; where kinds differ, the first tree
-    decides.
+    """All nodes of ``trees`` by name, in order.
 
+    Containers are united; where kinds differ, the first tree decides.
     Raises ``IntegrityError`` for what is not a tree.
     """
     nodes: dict[str, SavedNode] = {}
@@ -72,9 +73,7 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> No
         if node.kind == "value":
             node.kind = kind
             node.detail = tree[1:]
-        elif not (node.kind in MAPPINGS and kind in MAPPINGS) and not (
-            node.kind in SEQUENCES and kind in SEQUENCES
-        ):
+        elif not (node.kind in MAPPINGS and kind in MAPPINGS) and not (node.kind in SEQUENCES and kind in SEQUENCES):
             return
     node.trees.add(number)
     prefix = below(name)
@@ -99,8 +98,7 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def names_of(tree: JSON) -> tuple[list[str], list[str], list[str]]:
-    """Names of the tensors, of the values and of the per-rank values of a tree, each in the order of the
-    tree."""
+    """Names of the tensors, the values and the per-rank values of a tree, each in the order of the tree."""
     nodes = merge([tree]).values()
     return (
         [node.name for node in nodes if node.kind in ("tensor", "array")],
@@ -122,7 +120,8 @@ def build(
     tuples as None. Modules, optimizers and other objects come back as the dicts that they were saved as (an
     optimizer's ``param_groups`` as a dict of groups, each with the names of its ``params``), tensor
     subclasses as the dict of their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises
-    ``IntegrityError`` for malformed input."""
+    ``IntegrityError`` for malformed input.
+    """
     nodes = merge(trees)
     if names.ROOT not in nodes:
         raise IntegrityError("the layout has no tree")
@@ -152,17 +151,14 @@ def _build(
         if name not in per_rank:
             return ABSENT
         return rebuild(values.decode(per_rank[name], what=readable(name)), what=readable(name))
-    items = [
-        (key, _build(nodes[path], nodes, tensors, encoded, per_rank)) for path, key in node.children.items()
-    ]
+    items = [(key, _build(nodes[path], nodes, tensors, encoded, per_rank)) for path, key in node.children.items()]
     if items and all(item is ABSENT for _, item in items):
         return ABSENT
     return container_of(node, items)
 
 
 def container_of(node: SavedNode, items: Sequence[tuple[Any, Any]]) -> Any:
-    """A new container of the kind of ``node`` with ``items`` by key; those that are absent are left out or
-    None."""
+    """A new container of the kind of ``node``; absent items are left out of dicts, None in sequences."""
     if node.kind in SEQUENCES:
         sequence = [None if item is ABSENT else item for _, item in items]
         return sequence if node.kind == "list" else tuple(sequence)

@@ -5,7 +5,8 @@
   what the live optimizer has for it is removed. State that is only partly there is refused.
 * A group gets the hyperparameters of the saved group of its parameters, types included. Groups of several
   pipeline stages may be merged into one if their hyperparameters agree, and a saved group may be spread over
-  stages; but parameters that one process had in different groups are not merged, nor the reverse."""
+  stages; but parameters that one process had in different groups are not merged, nor the reverse.
+"""
 
 from __future__ import annotations
 
@@ -161,8 +162,7 @@ class _Match:
             return
 
         def allocate(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-            key = names.split(name)[len(names.split(path)) :][0]
-            return optimizers.new_state_tensor(parameter, key, dtype, shape)
+            return optimizers.new_state_tensor(parameter, saved.children.get(name), dtype, shape)
 
         grown = matcher.grow(path, live, allocate, fixed=True)
         state = self.node.live.state
@@ -175,17 +175,13 @@ class _Match:
         self.installs.append(install)
 
     def _refuse_partial(self, found: Mapping[str, SavedNode], live: Mapping[str, Node]) -> None:
-        """Report state that lacks something that the live state, or that of another parameter of the group,
-        has.
+        """Report state that lacks what the live state, or that of another parameter of the group, has.
 
         Others are looked at for torch's own optimizers only: elsewhere small parameters may rightly have
-        less."""
+        less.
+        """
         ours = type(self.node.live).__module__.startswith("torch.optim.")
-        sets = (
-            {frozenset(saved.children.values()) for saved in found.values() if saved.children}
-            if ours
-            else set()
-        )
+        sets = {frozenset(saved.children.values()) for saved in found.values() if saved.children} if ours else set()
         for path, saved in found.items():
             if not saved.children:
                 continue
@@ -196,9 +192,7 @@ class _Match:
                     expected |= other
             now = live.get(path)
             if isinstance(now, Branch):
-                expected |= {
-                    key for key, child in zip(now.keys, now.children, strict=True) if child.kind != "value"
-                }
+                expected |= {key for key, child in zip(now.keys, now.children, strict=True) if child.kind != "value"}
             for key in sorted(expected - keys, key=str):
                 self.matcher.problem(
                     below(path) + names.join((key,)),
@@ -223,8 +217,7 @@ class _Match:
             self._match_other_groups(rest, [matcher.nodes[child] for child in saved.children])
 
     def _match_other_groups(self, rest: list[_Group], saved: list[SavedNode]) -> None:
-        """Groups whose parameters are not exactly those of a saved one; only the values can tell which those
-        are."""
+        """Groups that are not exactly saved ones; only the values can tell whose parameters they have."""
         matcher, name = self.matcher, self.node.name
         plans: list[tuple[SavedNode, Plan, bool]] = []
         for node in saved:
@@ -286,9 +279,7 @@ class _Match:
         first = sources[0].hyper
         for source in sources[1:]:
             differing = sorted(
-                str(key)
-                for key in first.keys() | source.hyper.keys()
-                if first.get(key) != source.hyper.get(key)
+                str(key) for key in first.keys() | source.hyper.keys() if first.get(key) != source.hyper.get(key)
             )
             if differing:
                 return [f"{what}: the groups it is to be merged from differ in {', '.join(differing)}"]
@@ -304,9 +295,7 @@ class _SavedGroup:
     @property
     def hyper(self) -> dict[str, Any]:
         """Encoded, so that the comparison tells 1 from 1.0 and nan equals nan."""
-        return {
-            key: values.encode(value) for key, value in self.value.items() if key not in optimizers.NOT_HYPER
-        }
+        return {key: values.encode(value) for key, value in self.value.items() if key not in optimizers.NOT_HYPER}
 
 
 def _constant(value: dict[str, Any]) -> Plan:

@@ -6,7 +6,8 @@ Names are the qualified names of the parameters within the one module of the sta
 takes several modules, with the dotted path of the module before each. An optimizer none of whose parameters
 is in a module of the state uses the ``param_names`` of its groups (``torch >= 2.6``), and where there are
 none positions: then ``"positions"`` has the shapes of all parameters, and a load needs the same. If only some
-are in a module, and there are no ``param_names``, it is refused."""
+are in a module, and there are no ``param_names``, it is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,7 @@ class Groups:
 
 
 def is_walkable(optimizer: Optimizer) -> bool:
-    """Whether all that the optimizer saves is in ``state`` and ``param_groups``; others take their
-    state_dict()."""
+    """Whether ``state`` and ``param_groups`` are all there is to save; others take their state_dict()."""
     return type(optimizer).state_dict is Optimizer.state_dict and not (
         optimizer._optimizer_state_dict_pre_hooks
         or optimizer._optimizer_state_dict_post_hooks
@@ -48,13 +48,12 @@ def is_walkable(optimizer: Optimizer) -> bool:
     )
 
 
-def name_groups(
-    optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *, what: Callable[[], str]
-) -> Groups:
+def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *, what: Callable[[], str]) -> Groups:
     """Names for all parameters. ``modules`` are those of the state, in order, with their dotted paths.
 
     Raises ``StateError`` (``what`` names the optimizer) when only some parameters have names, or two share
-    one."""
+    one.
+    """
     groups = [group["params"] for group in optimizer.param_groups]
     found = _by_module(groups, modules)
     if found is None:
@@ -65,9 +64,7 @@ def name_groups(
         flat = [name for group in found for name in group]
         if len(set(flat)) != len(flat):
             twice = sorted({str(name) for name in flat if flat.count(name) > 1})
-            raise StateError(
-                f"{what()}: several parameters of the optimizer are called {', '.join(twice[:5])}"
-            )
+            raise StateError(f"{what()}: several parameters of the optimizer are called {', '.join(twice[:5])}")
         return Groups(found, [_key(group) for group in found], by_position=False)
     known = {identity for _, contents in modules for identity in contents.parameters}
     nameless = [
@@ -137,8 +134,7 @@ def positions(optimizer: Optimizer) -> list[list[list[int]]]:
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Move ``step`` counters to where fused and capturable optimizers need them: float32, beside the
-    parameter."""
+    """Move ``step`` to where fused and capturable optimizers need it: float32, beside the parameter."""
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):
             continue
@@ -149,14 +145,13 @@ def place_steps(optimizer: Optimizer) -> None:
                 state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
-def new_state_tensor(
-    parameter: torch.Tensor, key: Any, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
+def new_state_tensor(parameter: torch.Tensor, key: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Memory for one state tensor of a parameter that has none yet.
 
     Of the saved dtype, so that nothing is rounded. ``step`` on the CPU (see `place_steps`); what has the
     shape of the parameter like the parameter (the same ``DTensor`` placements); the rest on the parameter's
-    device, whole on each rank of a ``DTensor``'s mesh."""
+    device, whole on each rank of a ``DTensor``'s mesh.
+    """
     if key == "step":
         return torch.empty(shape, dtype=dtype)
     if tuple(parameter.shape) == shape and shape:

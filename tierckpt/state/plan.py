@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -55,9 +55,7 @@ def compose(descriptions: Sequence[bytes], members: Sequence[Sequence[int]], wor
     composer = _Composer(said, groups)
     entries = composer.entries()
     if composer.problems:
-        raise LayoutError(
-            f"the state does not fit together on {world} ranks:\n  " + "\n  ".join(composer.problems)
-        )
+        raise LayoutError(f"the state does not fit together on {world} ranks:\n  " + "\n  ".join(composer.problems))
     trees: dict[bytes, list[int]] = {}
     writers = {0}
     for description, group in zip(said, groups, strict=True):
@@ -140,9 +138,7 @@ class _Composer:
         grids = [entry for entry in entries if entry.alias is None and entry.cut is not None]
         sizes = {kind: known.size for kind, known in shard.DTYPES.items()}
         gridded = [
-            balance.Gridded(entry.cut, entry.shape, sizes[entry.dtype])
-            for entry in grids
-            if entry.cut is not None
+            balance.Gridded(entry.cut, entry.shape, sizes[entry.dtype]) for entry in grids if entry.cut is not None
         ]
         listed = [entry for entry in entries if entry.alias is None and entry.cut is None]
         offered = [
@@ -191,9 +187,8 @@ class _Composer:
                 for i, target in enumerate(description.aliases):
                     if target == i and description.names[i] in said:
                         said[description.names[i]].add(description.names[i])
-        found = {name: next(iter(targets)) for name, targets in said.items() if len(targets) == 1}
-        # Where the target is itself an alias elsewhere, both keep their own bytes.
-        return {name: target for name, target in found.items() if target not in found}
+        # A target is no alias in the group that names it, so groups never agree that it is one.
+        return {name: next(iter(targets)) for name, targets in said.items() if len(targets) == 1}
 
     def _merge(self, held: list[tuple[int, int]]) -> Cut | str:
         """One cut of what several groups hold as grids or as a whole, or what is wrong."""
@@ -273,9 +268,7 @@ class WritePlan:
     bytes; None when there is none. The first row is the header, then come the pieces, the last is the blob.
     """
 
-    def __init__(
-        self, layout: Layout, rank: int, described: Mapping[str, Described], blob: int | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, described: Mapping[str, Described], blob: int | None = None) -> None:
         """``blob``: bytes of this rank's encoded values, before padding; only looked at when the layout
         wants them.
 
@@ -299,12 +292,22 @@ class WritePlan:
         self._known: dict[_Form, _Form] = {}
         self._steps: list[tuple[int, int]] = []  # (row, bytes) of pieces that begin inside a local tensor
         self._columns = [array("q") for _ in range(6)]
-        boxes: dict[tuple[str, int], Box] = {}
+        # Of those that are not all of the only local tensor: the box, and the number of the local piece that has it.
+        inside: dict[tuple[str, int], tuple[Box, int]] = {}
+        places: dict[str, dict[Box, int]] = {}
         pieces = []
         for i, k, box in layout.rank_pieces(rank):
             name = layout.name(i)
-            if k >= 0 or name not in described or [held for held, _ in described[name].pieces] != [box]:
-                boxes[name, k] = box
+            held = described[name].pieces if name in described else []
+            if len(held) != 1 or held[0][0] != box:
+                if name not in places:
+                    places[name] = {own: number for number, (own, _) in enumerate(held)}
+                number = places[name].get(box, -1)
+                if number < 0:
+                    number = next((n for n, (own, _) in enumerate(held) if contains(own, box)), -1)
+                if number < 0:
+                    raise LayoutError(f"{name}: rank {rank} should write {box}, which it does not hold")
+                inside[name, k] = box, number
             pieces.append((name, k, layout.dtype(i), box.size))
         if not pieces and self.blob is None:
             return
@@ -313,7 +316,8 @@ class WritePlan:
         self._add_bytes(0, self.header.header_size)
         entries = self.header.entries if self.blob is None else self.header.entries[:-1]
         for entry in entries:
-            self._add(entry, boxes.get((entry.tensor, entry.k)), described.get(entry.tensor))
+            some, number = inside.get((entry.tensor, entry.k), (None, 0))
+            self._add(entry, number, *described[entry.tensor].pieces[number], some)
         if self.blob is not None:
             self._add_bytes(self.header.entries[-1].offset, self.blob)
 
@@ -321,20 +325,14 @@ class WritePlan:
         for column, number in zip(self._columns, (offset, 1, 1, size, 1, 1), strict=True):
             column.append(number)
 
-    def _add(self, entry: shard.Entry, box: Box | None, described: Described | None) -> None:
-        """The row of a piece that is ``box``, or, without one, all of the only local tensor."""
-        pieces = described.pieces if described is not None else []
-        number = 0
-        if box is not None:
-            number = next((n for n, (held, _) in enumerate(pieces) if contains(held, box)), len(pieces))
-        if number >= len(pieces):
-            raise LayoutError(f"{entry.tensor}: rank {self.rank} should write {box}, which it does not hold")
-        held, tensor = pieces[number]
-        form = (tensor.shape, tensor.stride(), tensor.dtype)
+    def _add(self, entry: shard.Entry, number: int, held: Box, tensor: torch.Tensor, box: Box | None) -> None:
+        """The row of a piece: all of local piece ``number``, or only ``box`` of it."""
+        live = is_live(tensor)
+        form = (tensor.shape, tensor.stride(), tensor.dtype, live)
         form = self._known.setdefault(form, form)
         item = tensor.element_size()
         # What `host` copies is in row-major order.
-        steps = form[1] if is_live(tensor) else _dense(tensor.shape, 1)
+        steps = form[1] if live else _dense(tensor.shape, 1)
         offsets, items, ndims, shapes, far, near = self._columns
         offsets.append(entry.offset)
         items.append(item)
@@ -342,7 +340,7 @@ class WritePlan:
         shapes.extend(entry.shape)
         far.extend(_dense(entry.shape, item))
         near.extend([item * n for n in steps])
-        if box is not None and held != box:
+        if box is not None and box != held:
             skipped = sum((a - b) * n for a, b, n in zip(box.offset, held.offset, steps, strict=True))
             self._steps.append((len(self._names) + 1, skipped * item))
         self._names.append(entry.tensor)
@@ -360,9 +358,7 @@ class WritePlan:
 
         return _native.CopyTable(*self._columns)
 
-    def pointers(
-        self, tensors: Mapping[str, Value], blob: bytes | None = None
-    ) -> tuple[array[int], list[object]]:
+    def pointers(self, tensors: Mapping[str, Value], blob: bytes | None = None) -> tuple[array[int], list[object]]:
         """The address of the first element of each row as it is now, and what must be kept alive while they
         are used.
 
@@ -379,28 +375,31 @@ class WritePlan:
         keep: list[object] = [self._head]
         found = array("Q", [self._head.buffer_info()[0]])
         append = found.append
-        for name, number, (shape, strides, dtype) in zip(
+        lists: dict[str, list[torch.Tensor]] = {}
+        for name, number, (shape, strides, dtype, was_live) in zip(
             self._names, self._numbers, self._forms, strict=True
         ):
             value = tensors.get(name)
             if value is None:
                 raise LayoutError(f"{name}: it is not in the state any more; plan anew")
-            tensor = value if type(value) in PLAIN else local(value, number)
-            assert isinstance(tensor, torch.Tensor)
-            if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype:
+            if type(value) in PLAIN:
+                tensor = cast(torch.Tensor, value)
+            else:
+                if name not in lists:
+                    lists[name] = local(value)
+                tensor = lists[name][number]
+            memory, live = host(tensor)
+            if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype or live != was_live:
                 raise LayoutError(
                     f"{name}: planned as {dtype} {list(shape)} with strides {list(strides)}, now it is "
                     f"{tensor.dtype} {list(tensor.shape)} with {list(tensor.stride())}; plan anew"
                 )
-            memory, live = host(tensor)
             if not live:
                 keep.append(memory)
             append(memory.data_ptr())
         if self.blob is not None:
             if blob is None or blobs.capacity(len(blob)) != self.blob:
-                raise LayoutError(
-                    f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew"
-                )
+                raise LayoutError(f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew")
             padded = array("B", blobs.pad(blob, self.blob))
             keep.append(padded)
             append(padded.buffer_info()[0])
@@ -409,7 +408,8 @@ class WritePlan:
         return found, keep
 
 
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""Shape, strides, dtype, and whether the memory itself is copied."""
 
 
 @lru_cache(maxsize=1 << 12)

@@ -95,9 +95,7 @@ class Planner:
         flat = flatten(state)
         describe = self._describer.describe
         described = {name: describe(tensor, name=name) for name, tensor in flat.tensors.items()}
-        description = local_description(
-            described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size
-        )
+        description = local_description(described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size)
         return _Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
 
     def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
@@ -110,9 +108,7 @@ class Planner:
         found: list[Layout] = []
 
         def part() -> bytes:
-            found.append(
-                compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key))
-            )
+            found.append(compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key)))
             return json.dumps(found[0].hash).encode()
 
         hashes = self._group.vote(what, part)

@@ -15,7 +15,8 @@ def rng_state() -> PerRank:
     """A leaf that saves the state of this rank's generators and restores it on load.
 
     Covers Python's ``random``, numpy's global generator where numpy is imported, torch's CPU generator and,
-    once CUDA is initialised, those of all CUDA devices."""
+    once CUDA is initialised, those of all CUDA devices.
+    """
     return PerRank(Generators())
 
 

@@ -56,7 +56,8 @@ class Target:
 
     ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
     keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
-    converts. Raises ``StateError`` for a state that could not be saved either."""
+    converts. Raises ``StateError`` for a state that could not be saved either.
+    """
 
     def __init__(
         self,
@@ -74,9 +75,7 @@ class Target:
         self._matcher = matcher = Matcher(nodes, saved.tensors, keys=keys, strict=strict, cast=cast)
         self._plan = matcher.match(self._root)
         if self._plan is not None and isinstance(state, tuple):
-            matcher.problem(
-                self._root.name, "the state is a tuple, whose values cannot be replaced; use a list"
-            )
+            matcher.problem(self._root.name, "the state is a tuple, whose values cannot be replaced; use a list")
         self._decoded: dict[str, Any] | None = None
         self._marked: dict[str, Any] = {}
         self.unexpected = {
@@ -115,6 +114,8 @@ class Target:
             return self.problems
         decoded: dict[str, Any] = {}
         for name, like in matcher.needed.items():
+            if name not in values:
+                raise IntegrityError(f"{readable(name)}: its value is not among those that were read")
             decoded[name] = codec.decode(values[name], what=readable(name), template=like)
         for name, mark in matcher.marks.items():
             if name not in per_rank:
@@ -134,20 +135,16 @@ class Target:
         Containers are changed in place; immutable ones are replaced in their parent. Objects that were saved
         through ``state_dict()`` get their ``load_state_dict()`` in the order of the tree, then per-rank
         leaves are set, the generators of `rng_state` last. Raises ``LayoutError`` if there are ``problems``,
-        ``StateError`` for what an object's ``load_state_dict()`` raises."""
+        ``StateError`` for what an object's ``load_state_dict()`` raises.
+        """
         if self.check(values, per_rank):
             raise LayoutError("\n".join(self.problems))
         assert self._decoded is not None
         if self._plan is not None:
             found = self._plan(self._decoded)
-            if (
-                isinstance(self._root, Leaf)
-                and found is not self._state
-                and not replace_root(self._state, found)
-            ):
+            if isinstance(self._root, Leaf) and found is not self._state and not replace_root(self._state, found):
                 raise LayoutError(
-                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; "
-                    "put it in a dict"
+                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; put it in a dict"
                 )
         marks = self._matcher.marks
         for name in sorted(self._marked, key=lambda name: isinstance(marks[name].value, Generators)):
@@ -158,6 +155,8 @@ def _check_saved(nodes: Mapping[str, SavedNode], saved: Saved) -> None:
     for name, node in nodes.items():
         if node.kind in ("tensor", "array") and name not in saved.tensors:
             raise IntegrityError(f"the layout has no tensor {name!r}, which its tree names")
+        if (node.is_value and name not in saved.values) or (node.kind == "per_rank" and name not in saved.per_rank):
+            raise IntegrityError(f"the checkpoint has no value {name!r}, which its tree names")
 
 
 def unexpected_problems(names: set[str]) -> list[str]:

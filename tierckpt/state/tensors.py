@@ -25,8 +25,7 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def kind_of_subclass(tensor: torch.Tensor) -> str:
-    """One of "wrapper" (it can be taken apart), "waiting" (for a collective), "plain" (has storage),
-    "opaque"."""
+    """One of "wrapper" (can be taken apart), "waiting" (for a collective), "plain" (has storage), "opaque"."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return "waiting"
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -48,9 +47,7 @@ def obstacle(tensor: torch.Tensor, *, meta: bool = False) -> str | None:
         if not tensor.is_meta or meta:
             return None
         return "a tensor on the meta device has no contents; materialise it first"
-    kind = (
-        "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-    )
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"of layout {tensor.layout}"
     return f"a tensor that is {kind} cannot be saved; convert it to a plain one"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tierckpt import _native
 from tierckpt.config import WRITE_ATTEMPTS, WRITE_BACKOFF
@@ -16,6 +16,9 @@ from tierckpt.format.layout import Layout
 from tierckpt.format.receipt import Receipt
 from tierckpt.tiers.base import Place, Reader, Writer
 from tierckpt.tiers.workers import workers
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 #: Errors after which the same write may well succeed.
 PASSING = frozenset(
@@ -125,10 +128,8 @@ def read_chunks(
     workers().each(len(indices), work)
 
 
-def read_chunk(
-    reader: Reader, receipt: Receipt, index: int, scratch: _native.Buffer, *, url: str
-) -> memoryview:
-    """One verified chunk, in ``scratch`` (a page-aligned buffer of one chunk)."""
+def read_chunk(reader: Reader, receipt: Receipt, index: int, scratch: Buffer, *, url: str) -> memoryview:
+    """One verified chunk, in ``scratch`` (page-aligned memory of one chunk)."""
     lo, hi = chunk_range(index, receipt.size)
     got = min(reader.read_into(lo, scratch), hi - lo)
     if got < hi - lo:

@@ -144,13 +144,7 @@ class DiskPlace(Place):
                     if stat.S_ISDIR(info.st_mode):
                         stack.append(name)
                         continue
-                    kind = (
-                        "file"
-                        if stat.S_ISREG(info.st_mode)
-                        else "link"
-                        if stat.S_ISLNK(info.st_mode)
-                        else "other"
-                    )
+                    kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
                     yield FileInfo(name, info.st_size, info.st_mtime, kind)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -230,9 +224,7 @@ class _DiskReader(Reader):
                 try:
                     return _native.read_at(self._direct, view, offset)
                 except OSError as error:
-                    if (
-                        error.errno != errno.EINVAL
-                    ):  # the buffer is not aligned, or the file system changed its mind
+                    if error.errno != errno.EINVAL:  # the buffer is not aligned, or the file system changed its mind
                         raise
             return _native.read_at(self._fd, view, offset)
 

@@ -49,9 +49,7 @@ class Leftovers:
         return sorted(names, key=lambda name: (not name.endswith(".json"), name))
 
 
-def find(
-    store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None
-) -> Leftovers:
+def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None) -> Leftovers:
     """Look through the whole store.
 
     Args:
@@ -62,16 +60,14 @@ def find(
     """
     chain, now = store.chain, time.time()
     live = {(ref.generation, ref.step) for ref in chain.live.values()}
-    retired = {
-        (ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()
-    }
+    retired = {(ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()}
     spared = set(sparing)
     found = Leftovers()
     steps: dict[tuple[int, int], list[FileInfo]] = {}
     layouts: list[FileInfo] = []
     for info in store.place.list():
         key = step_of(info.name)
-        if paths.is_temporary(info.name) and info.kind == "file":
+        if paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
             if now - info.modified >= max(grace, _UNDER_WAY):
                 found.temporary.append(info)
         elif info.kind != "file":
@@ -88,9 +84,7 @@ def find(
             kept.append(key)
         elif key in retired:
             (found.retired if now - retired[key] >= grace else found.waiting).extend(files)
-        elif key[0] > chain.generation or (
-            key[0] == chain.generation and key[0] != own and _young(files, now)
-        ):
+        elif key[0] > chain.generation or (key[0] == chain.generation and key[0] != own and _young(files, now)):
             found.underway.extend(files)
         else:
             found.dead.extend(files)
@@ -108,9 +102,7 @@ def step_of(name: str) -> tuple[int, int] | None:
 
 def belongs(name: str) -> bool:
     """Whether a file in a checkpoint's folder has a name that such files have."""
-    return any(
-        parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt)
-    )
+    return any(parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt))
 
 
 #: Seconds without a write after which an uncommitted save of somebody else's is taken to be dead.

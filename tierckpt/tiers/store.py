@@ -94,9 +94,7 @@ class Store:
             return None
         info = StoreInfo.decode(data, what=f"{place.url}/{paths.STORE}")
         store = cls(place, info, Chain(info.run))
-        numbers = {
-            number for f in place.list(paths.CHAIN) if (number := paths.parse_link(f.name)) is not None
-        }
+        numbers = {number for f in place.list(paths.CHAIN) if (number := paths.parse_link(f.name)) is not None}
         store.refresh()
         following = len(store.chain.links)
         beyond = sorted(number for number in numbers if number >= following)
@@ -110,7 +108,7 @@ class Store:
 
     def refresh(self) -> list[Link]:
         """Read the links that others have published meanwhile; those that are new."""
-        new = []
+        new: list[Link] = []
         with self._lock:
             while True:
                 name = paths.link(len(self.chain.links))
@@ -146,9 +144,7 @@ class Store:
     def must_hold(self, run: str | None) -> None:
         """Raise StoreError when the store is another run's than ``run`` (None: any)."""
         if run and self.run != run:
-            raise StoreError(
-                f"{self.url} holds run {self.run!r}, not {run!r}: each run needs a root of its own"
-            )
+            raise StoreError(f"{self.url} holds run {self.run!r}, not {run!r}: each run needs a root of its own")
 
     def endorse(self, key: SigningKey) -> bool:
         """Introduce ``key`` if the chain does not know it; whether that was needed. Nobody else has endorsed it then."""
@@ -167,8 +163,16 @@ class Store:
 
     def manifest(self, ref: CheckpointRef) -> Manifest:
         """The manifest of a committed checkpoint, checked against its id."""
+        return self.parse_manifest(ref, self.manifest_bytes(ref))
+
+    def manifest_bytes(self, ref: CheckpointRef) -> bytes:
+        """The bytes of a manifest, unchecked."""
         name = paths.manifest(ref.generation, ref.step)
-        data = self._document(name, _DOCUMENT_LIMIT, f"the manifest of step {ref.step}")
+        return self._document(name, _DOCUMENT_LIMIT, f"the manifest of step {ref.step}")
+
+    def parse_manifest(self, ref: CheckpointRef, data: bytes) -> Manifest:
+        """The manifest in ``data``, wherever that is from, checked against its id."""
+        name = paths.manifest(ref.generation, ref.step)
         found = derive("manifest", data).hex()
         if found != ref.id:
             raise IntegrityError(f"{self.url}/{name}: digest {found}, but the chain committed {ref.id}")
@@ -178,12 +182,19 @@ class Store:
         return manifest
 
     def _layout(self, digest: str) -> Layout:
-        name = paths.layout(digest)
-        data = self._document(name, _LAYOUT_LIMIT, "the layout")
+        return self.parse_layout(digest, self.layout_bytes(digest))
+
+    def layout_bytes(self, digest: str) -> bytes:
+        """The bytes of a layout, unchecked."""
+        return self._document(paths.layout(digest), _LAYOUT_LIMIT, "the layout")
+
+    def parse_layout(self, digest: str, data: bytes) -> Layout:
+        """The layout in ``data``, wherever that is from, checked against its hash."""
+        name = f"{self.url}/{paths.layout(digest)}"
         found = derive("layout", data).hex()
         if found != digest:
-            raise IntegrityError(f"{self.url}/{name}: digest {found}, not that of its name")
-        return Layout.decode(data, what=f"{self.url}/{name}")
+            raise IntegrityError(f"{name}: digest {found}, not that of its name")
+        return Layout.decode(data, what=name)
 
     def receipt(self, manifest: Manifest, rank: int) -> Receipt:
         """The receipt of one shard of a checkpoint, checked against its manifest."""

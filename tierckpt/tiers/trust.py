@@ -103,9 +103,7 @@ class Pins:
         try:
             known = json.loads(text)
             pins.keys = [str(key) for key in known["keys"]]
-            pins.heads = {
-                str(root): (int(number), str(digest)) for root, (number, digest) in known["heads"].items()
-            }
+            pins.heads = {str(root): (int(number), str(digest)) for root, (number, digest) in known["heads"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UntrustedError(
                 f"{pins.path} is damaged ({error}); it says which keys of run {run} are trusted. Mend it, or remove it to "
@@ -152,9 +150,7 @@ class Trust:
         base = self.base(pins)
         if base is not None:
             if signer not in chain.trusted_by(base):
-                where = (
-                    "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
-                )
+                where = "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
                 found.append(
                     f"{root}: the newest link, {head.number}, is signed by key {signer}, which is neither "
                     f"among {where} ({', '.join(sorted(base))}) nor endorsed by one of these"

@@ -117,10 +117,8 @@ def verify(
         work.append((manifest, layout))
         total += sum(ref.size for ref in manifest.shards)
     for manifest, layout in work:
-        for ref in manifest.shards:
-            _check_shard(
-                store, manifest, layout, ref.rank, report, quick=quick, total=total, progress=progress
-            )
+        for part in manifest.shards:
+            _check_shard(store, manifest, layout, part.rank, report, quick=quick, total=total, progress=progress)
     _check_files(store, report, allow_extra=allow_extra)
     return report
 
@@ -133,9 +131,7 @@ def _check_trust(store: Store, trust: Trust, report: Report) -> None:
         report.problems.append({"kind": "untrusted", "message": message})
     base = trust.base(pins)
     if base is None:
-        report.notes.append(
-            f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly"
-        )
+        report.notes.append(f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly")
     believed = chain.trusted_by(base) if base is not None else frozenset()
     for key, endorsed in chain.keys.items():
         if not endorsed and key not in believed:
@@ -156,9 +152,7 @@ def _chosen(store: Store, step: int | None, every: bool, report: Report) -> list
     if every:
         refs = sorted(chain.live.values(), key=lambda ref: (ref.generation, ref.step))
     elif step is not None:
-        refs = sorted(
-            (ref for ref in chain.live.values() if ref.step == step), key=lambda ref: -ref.generation
-        )[:1]
+        refs = sorted((ref for ref in chain.live.values() if ref.step == step), key=lambda ref: -ref.generation)[:1]
         if not refs:
             report.problems.append({"kind": "incomplete", "message": why_absent(store, step)})
     else:
@@ -173,9 +167,7 @@ def why_absent(store: Store, step: int) -> str:
     chain = store.chain
     if any(ref.step == step for ref in chain.retired):
         reason = "it was retired"
-    elif any(
-        key is not None and key[1] == step for key in (leftovers.step_of(f.name) for f in store.place.list())
-    ):
+    elif any(key is not None and key[1] == step for key in (leftovers.step_of(f.name) for f in store.place.list())):
         reason = "it was never committed (there are files of it, of a save that did not finish)"
     else:
         reason = "it was never saved"
@@ -209,9 +201,7 @@ def check_layout(store: Store, manifest: Manifest, layout: Layout) -> None:
 
 
 def _shown(spans: Ranges) -> str:
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans[:20]) + (
-        ", …" if len(spans) > 20 else ""
-    )
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans[:20]) + (", …" if len(spans) > 20 else "")
 
 
 def _check_shard(
@@ -232,9 +222,7 @@ def _check_shard(
             if header is not None and layout is not None:
                 _attempt(
                     report,
-                    lambda: check_header(
-                        header, layout, manifest.layout, rank, name=f"{store.url}/{receipt.name}"
-                    ),
+                    lambda: check_header(header, layout, manifest.layout, rank, name=f"{store.url}/{receipt.name}"),
                 )
             if quick:
                 return
@@ -244,9 +232,7 @@ def _check_shard(
                 if progress is not None:
                     progress(report.bytes, total)
 
-            read_chunks(
-                reader, receipt, range(chunk_count(receipt.size)), seen, url=store.url, damaged=report.add
-            )
+            read_chunks(reader, receipt, range(chunk_count(receipt.size)), seen, url=store.url, damaged=report.add)
     except TierckptError as error:
         report.add(error)
 

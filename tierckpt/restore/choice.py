@@ -1,0 +1,141 @@
+"""All ranks agree on what to restore: the chain that is followed, and the checkpoints to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierckpt.errors import IncompleteError, IntegrityError, TierckptError
+from tierckpt.format.chain import CheckpointRef
+from tierckpt.group import Group
+from tierckpt.restore.locate import candidates
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.store import Store
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Told to all ranks.
+
+    Attributes:
+        run: of the store.
+        head: digest of the newest link.
+        refs: checkpoints to try, best first.
+        skipped: why others were left out.
+        source: a rank whose root has this chain, and so the documents of these checkpoints.
+    """
+
+    run: str
+    head: str
+    refs: Sequence[CheckpointRef]
+    skipped: Sequence[str]
+    source: int = 0
+
+    def encode(self) -> bytes:
+        refs = [[ref.generation, ref.step, ref.id] for ref in self.refs]
+        return json.dumps([self.run, self.head, refs, list(self.skipped)]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, source: int) -> Choice:
+        run, head, refs, skipped = json.loads(data)
+        return cls(run, head, [CheckpointRef(*ref) for ref in refs], skipped, source)
+
+
+def choose(
+    group: Group,
+    place: Place,
+    *,
+    step: int | None,
+    believe: Callable[[Store], None],
+    run: str | None,
+    max_restarts: int | None = None,
+    may_be_empty: bool = False,
+) -> Choice | None:
+    """What to restore; None when nothing was ever committed and that ``may_be_empty``. Collective.
+
+    With node-local roots each node has a chain; the longest of the highest generation is followed.
+
+    Raises:
+        IncompleteError: there is nothing to restore.
+        UntrustedError, IntegrityError: the chain is broken, or not to be believed.
+    """
+    what = f"the choice of a checkpoint in {place.url}"
+    opened: list[Store] = []
+    head = _follow(group, place, what, opened)
+
+    def part() -> bytes:
+        if group.rank != head.rank:
+            return b""
+        if not opened:
+            if may_be_empty:
+                return b"null"
+            raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
+        store = opened[0]
+        store.must_hold(run)
+        believe(store)
+        if may_be_empty and not store.chain.committed:
+            return b"null"
+        refs, left_out = candidates(store, step=step, max_restarts=max_restarts)
+        assert store.chain.head is not None
+        diverged = [
+            f"rank {rank}: its root has another history, which ends with {digest}; it is not followed"
+            for rank, digest in head.others
+            if digest not in {link.digest for link in store.chain.links}
+        ]
+        return Choice(store.run, store.chain.head.digest, refs, [*left_out, *diverged]).encode()
+
+    told = group.vote(what, part)[head.rank]
+    return None if told == b"null" else Choice.decode(told, head.rank)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The rank whose chain is followed, and the heads of the other nodes' chains."""
+
+    rank: int
+    others: Sequence[tuple[int, str]] = ()
+
+
+def _follow(group: Group, place: Place, what: str, opened: list[Store]) -> Followed:
+    """Which rank's chain to follow. One rank of each node looks; its store is left in ``opened``."""
+    if len(group.leaders) == 1:
+        if group.rank == 0:
+            _open(place, opened)
+        return Followed(0)
+
+    def part() -> bytes:
+        if group.rank not in group.leaders:
+            return b""
+        try:
+            _open(place, opened)
+        except (IntegrityError, TierckptError) as error:
+            return json.dumps(str(error)).encode()
+        if not opened:
+            return b"null"
+        chain = opened[0].chain
+        assert chain.head is not None
+        return json.dumps([chain.generation, chain.head.number, chain.head.digest]).encode()
+
+    heads: list[tuple[int, int, int, str]] = []
+    broken: list[str] = []
+    for rank, told in enumerate(group.vote(what, part)):
+        said = json.loads(told) if told else None
+        if isinstance(said, str):
+            broken.append(f"rank {rank}: {said}")
+        elif said is not None:
+            generation, number, digest = said
+            heads.append((generation, number, -rank, digest))
+    if not heads:
+        if broken:
+            raise IntegrityError("; ".join(broken))
+        return Followed(0)
+    _, _, rank, digest = max(heads)
+    return Followed(-rank, [(-other, its) for _, _, other, its in heads if its != digest])
+
+
+def _open(place: Place, opened: list[Store]) -> None:
+    try:
+        opened.append(Store.open(place))
+    except IncompleteError:
+        opened.clear()
