@@ -4,6 +4,8 @@ Only for tests, and for whoever wants to know that the page suffices: ``python t
 It favours shortness over speed; bytes are right or `Bad` is raised.
 """
 
+from __future__ import annotations
+
 import base64
 import json
 import math
@@ -13,6 +15,7 @@ from collections import Counter, OrderedDict, namedtuple
 from datetime import date, datetime, time, timedelta
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
@@ -489,7 +492,7 @@ def decode(value):
     return simple[kind](*args)
 
 
-def read_store(path, step=None, trust=None):
+def read_store(path: Any, step: int | None = None, trust: Any = None) -> Any:
     """The state of a step, by default the newest, as plain data with `Tensor`, `PerRank`, `Other` in it."""
     chain = Chain(path, trust)
     found = [ref for ref in chain.lineage() if step is None or ref["step"] == step]
@@ -497,7 +500,7 @@ def read_store(path, step=None, trust=None):
     return Checkpoint(path, chain.run, found[0]).tree()
 
 
-def verify_store(path):
+def verify_store(path: Any) -> list[str]:
     """What is wrong with a store: all live checkpoints, all files that belong to nothing."""
     try:
         chain = Chain(path)

@@ -15,6 +15,7 @@ from tierckpt import config
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Shard, header_digest
 from tierckpt.agent.handle import Handle
+from tierckpt.agent.roots import level
 from tierckpt.config import Disk
 from tierckpt.errors import (
     FencedError,
@@ -297,11 +298,13 @@ class Checkpointer:
         def choose(chain: Chain) -> CheckpointRef | None:
             return ref if chosen or self._fresh else chain.newest
 
+        level(self._group, self._place)
+
         def part() -> bytes:
             return self._coordinator.begin(choose) if self._group.rank == 0 else b""
 
         told = self._group.vote(f"the start of a generation at {self._place.url}", part)
-        self._coordinator.follow(told[0])
+        self._coordinator.follow(told[0], self._group)
 
     # The end
 

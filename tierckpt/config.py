@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,7 @@ Retention = KeepLast | KeepEvery
 
 def retention(keep: int | Retention | None) -> Retention | None:
     """The policy that ``keep`` stands for: a number is :class:`KeepLast`, None keeps all."""
-    if keep is None or hasattr(keep, "keep"):
-        return keep  # type: ignore[return-value]
-    return KeepLast(keep)  # type: ignore[arg-type]
+    return KeepLast(keep) if isinstance(keep, int) else keep
 
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -159,9 +158,9 @@ def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StateError: the file cannot be read, or has a key that does not exist.
     """
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
+    else:
         import tomli as tomllib
     try:
         with open(path, "rb") as file:

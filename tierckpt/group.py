@@ -41,7 +41,8 @@ class Group:
         self._store: Any = None
         self.rank, self.size = 0, 1
         self.global_ranks: list[int] = [0]
-        #: The lowest rank of each node, ascending.
+        #: For each rank the lowest rank of its node, and these in ascending order.
+        self.node_of: list[int] = [0]
         self.leaders: list[int] = [0]
         dist = _distributed()
         if dist is None or (process_group is None and not dist.is_initialized()):
@@ -52,7 +53,9 @@ class Group:
         self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._meet()
         nodes = self.exchange(_node().encode())
-        self.leaders = sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
+        first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+        self.node_of = [first[node] for node in nodes]
+        self.leaders = sorted(set(self.node_of))
 
     def _meet(self) -> None:
         """Open channels of our own over these ranks: with our time-out, and for one thread of ours. Collective.
@@ -69,7 +72,7 @@ class Group:
         members = hashlib.sha256(",".join(map(str, self.global_ranks)).encode()).hexdigest()[:16]
         # The store counts how often each rank has met these others, so that all mean the same meeting.
         number = shared.add(f"tierckpt/{members}/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"tierckpt/{members}/{number}", shared)
+        self._store = dist.PrefixStore(f"tierckpt/{members}/{number}", shared)  # type: ignore[attr-defined]
         try:
             self._pg = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
         except RuntimeError as error:

@@ -40,6 +40,20 @@ def holds(found: dict[str, Any], value: float) -> bool:
     )
 
 
+def sharded(value: float) -> dict[str, Any]:
+    """A tensor cut over all ranks of the job, and one that all of them hold, all elements ``value``."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import full as dtensor_full
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "w": dtensor_full((12, 5), float(value), device_mesh=mesh, placements=[Shard(0)]),
+        "r": torch.full((4,), float(value)),
+    }
+
+
 def files(root: str | Path) -> list[str]:
     """Every file below ``root``, as a sorted list of relative names."""
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if not path.is_dir())

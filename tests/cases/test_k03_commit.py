@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.cases.common import blank, files, files_of, holds, on_write, shard_of, state
+from tests.cases.common import blank, files, files_of, holds, on_write, shard_of, sharded, state
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk
 
@@ -133,21 +133,6 @@ def _loads(rank: int, root: str, value: float) -> tuple[int, bool]:
     template = sharded(-1)
     step = tierckpt.load(template, root).step
     return step, bool((template["w"].to_local() == value).all()) and bool((template["r"] == value).all())
-
-
-def sharded(value: float) -> dict[str, Any]:
-    """A tensor over all ranks of the job, and one that all hold."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor import full as dtensor_full
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        "w": dtensor_full((12, 5), value, device_mesh=mesh, placements=[Shard(0)]),
-        "r": torch.full((4,), value),
-    }
 
 
 def test_c14_a_step_saved_again_by_fewer_ranks_leaves_no_shard_of_the_first(tmp_path: Path) -> None:

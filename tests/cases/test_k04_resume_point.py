@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.cases.common import blank, flip, holds, shard_of, state
-from tests.cases.test_k03_commit import sharded
+from tests.cases.common import blank, flip, holds, shard_of, sharded, state
 from tests.harness import run_ranks
 
 
@@ -53,7 +52,8 @@ def test_c18_a_corrupt_newest_checkpoint_is_passed_over_with_reasons(tmp_path: P
     assert "step 2" in middle and "manifest.json" in middle and "missing" in middle
     assert sum("step 3" in str(w.message) or "step 2" in str(w.message) for w in caught) == 2
 
-    with pytest.raises(tierckpt.IntegrityError, match=f"(?s)step 3.*{damaged}|{damaged}.*step 3"):
+    # The file's path says which step it is.
+    with pytest.raises(tierckpt.IntegrityError, match=f"{damaged}: chunk 0 .* is damaged"):
         tierckpt.load(blank(), tmp_path, fallback=False)
     # An explicit step never falls back.
     with pytest.raises(tierckpt.IntegrityError, match=str(damaged)):

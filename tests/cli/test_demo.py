@@ -12,9 +12,7 @@ from tierckpt.demo import report
 from .conftest import Cli
 
 
-def test_options_and_status_are_passed_through(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_and_status_are_passed_through(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Path | None, bool]] = []
 
     def main(folder: Path | None = None, *, keep: bool = False) -> int:
@@ -28,9 +26,7 @@ def test_options_and_status_are_passed_through(
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])
-def test_without_torch_is_one_line_and_status_2(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_without_torch_is_one_line_and_status_2(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ran = cli(command)
     assert (ran.status, ran.stdout) == (2, "")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tierckpt import Checkpointer
+
 from .conftest import Branched, Cli
 
 
@@ -33,9 +35,7 @@ def test_names_the_newest_its_place_and_what_was_left_behind(cli: Cli, branched:
     assert "behind it: 2 older checkpoints: 5, 2" in ran.lines
 
 
-def test_a_save_that_did_not_finish_is_why_nothing_newer_is_taken(
-    cli: Cli, branched: Branched, shard: Path
-) -> None:
+def test_a_save_that_did_not_finish_is_why_nothing_newer_is_taken(cli: Cli, branched: Branched, shard: Path) -> None:
     begun = branched.root / "g0002" / "s000000000007"
     begun.mkdir()
     (begun / shard.name).write_bytes(b"x" * 100)
@@ -77,3 +77,13 @@ def test_nothing_is_restored_from_a_chain_that_is_not_trusted(cli: Cli, branched
     assert found["restore"] is None
     assert [problem["kind"] for problem in found["problems"]] == ["untrusted"]
     assert "a restore would fail" in cli("explain", branched.root).lines
+
+
+def test_a_checkpoint_that_stops_the_run_is_put_last(cli: Cli, branched: Branched) -> None:
+    for _ in range(3):
+        with Checkpointer(branched.root, key=branched.key, agent="off") as checkpointer:
+            checkpointer.restore({"lr": 0.0}, strict=False)
+    found = _explain(cli, branched.root, 0)
+    assert found["restore"]["step"] == 5
+    assert "restarted from it 3 times" in found["notes"][0]
+    assert any(line.startswith("put last: step 6 (generation 2)") for line in cli("explain", branched.root).lines)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import tierckpt
@@ -62,9 +61,7 @@ def test_any_live_step_can_be_inspected(cli: Cli, branched: Branched) -> None:
 
 
 def test_tensors_can_be_chosen_by_glob(cli: Cli, branched: Branched) -> None:
-    assert [one["key"] for one in _inspect(cli, branched.root, "--tensors", "*bias")["tensors"]] == [
-        "model.bias"
-    ]
+    assert [one["key"] for one in _inspect(cli, branched.root, "--tensors", "*bias")["tensors"]] == ["model.bias"]
     ran = cli("inspect", branched.root, "--tensors", "*bias")
     assert any(line.split()[:2] == ["model.bias", "bfloat16"] for line in ran.lines)
     assert "no tensor matches" in cli("inspect", branched.root, "--tensors", "nothing").stdout
@@ -76,3 +73,30 @@ def test_long_tables_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) ->
     assert "… and 50 more tensors" in short.stdout
     assert sum(line.startswith("t") for line in cli("inspect", tmp_path, "--tensors", "t*").lines) == 151
     assert len(_inspect(cli, tmp_path)["tensors"]) == 150
+
+
+def _save_sharded(rank: int, root: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "w": distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]),
+        "whole": torch.ones(3),
+        "mine": tierckpt.PerRank(rank),
+    }
+    tierckpt.save(state, root, 1)
+
+
+def test_cuts_and_shards_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    run_ranks(_save_sharded, 2, str(root))
+    found = _inspect(cli, root)
+    assert found["checkpoint"]["world"] == 2
+    assert [shard["rank"] for shard in found["checkpoint"]["shards"]] == [0, 1]
+    tensors = {tensor["key"]: tensor for tensor in found["tensors"]}
+    assert (tensors["w"]["cut"], tensors["w"]["shards"]) == ("dim 0 / 2", [0, 1])
+    assert tensors["whole"]["cut"] == "2 replicas"
+    assert len(tensors["whole"]["shards"]) == 1
+    assert "mine" in found["values"]["0"]
+    assert any(line.split()[:2] == ["w", "float32"] and "0-1" in line for line in cli("inspect", root).lines)

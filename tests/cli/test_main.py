@@ -26,7 +26,7 @@ def test_help_lists_every_command(cli: Cli) -> None:
         assert cli(name, "--help").status == 0
 
 
-@pytest.mark.parametrize("argv", [("frobnicate",), ("--frobnicate",), ("verify",), ("ls", "a", "b")])
+@pytest.mark.parametrize("argv", [(), ("frobnicate",), ("--frobnicate",), ("verify",), ("ls", "a", "b")])
 def test_wrong_use_is_one_line_and_status_2(cli: Cli, argv: tuple[str, ...]) -> None:
     ran = cli(*argv)
     assert (ran.status, ran.stdout) == (2, "")
@@ -34,17 +34,9 @@ def test_wrong_use_is_one_line_and_status_2(cli: Cli, argv: tuple[str, ...]) -> 
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_no_command_shows_the_help(cli: Cli) -> None:
-    ran = cli()
-    assert ran.status == 2
-    assert "verify" in ran.stderr
-
-
 @pytest.mark.parametrize("command", STORE_COMMANDS)
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
-def test_what_is_no_store_is_status_2(
-    cli: Cli, tmp_path: Path, command: str, json_option: tuple[str, ...]
-) -> None:
+def test_what_is_no_store_is_status_2(cli: Cli, tmp_path: Path, command: str, json_option: tuple[str, ...]) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "other.txt").write_text("")
@@ -150,9 +142,7 @@ def test_six_commands_import_neither_torch_nor_numpy(branched: Branched, tmp_pat
     assert _run_all_six(branched, tmp_path) == "[]\n"
 
 
-def test_six_commands_work_where_torch_and_numpy_cannot_be_imported(
-    branched: Branched, tmp_path: Path
-) -> None:
+def test_six_commands_work_where_torch_and_numpy_cannot_be_imported(branched: Branched, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in ("torch", "numpy"):

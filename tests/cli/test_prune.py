@@ -61,9 +61,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, branched: Branched, key: Path) -> N
     assert _files(branched.root) == before
 
 
-def test_nothing_is_retired_while_what_stays_is_damaged(
-    cli: Cli, branched: Branched, shard: Path, key: Path
-) -> None:
+def test_nothing_is_retired_while_what_stays_is_damaged(cli: Cli, branched: Branched, shard: Path, key: Path) -> None:
     shard.unlink()
     before = _files(branched.root)
     ran = cli("prune", branched.root, "--keep", 1, "--grace", 0, "--key", key)
@@ -77,3 +75,15 @@ def test_wrong_use_is_status_2(cli: Cli, branched: Branched, tmp_path: Path) -> 
     assert cli("prune", branched.root, "--keep", 1, "--key", tmp_path / "absent").status == 2
     SigningKey.generate().write_public(tmp_path / "half.pub")
     assert cli("prune", branched.root, "--keep", 1, "--key", tmp_path / "half.pub").status == 2
+
+
+def test_a_key_that_the_chain_does_not_know_signs_only_on_request(
+    cli: Cli, branched: Branched, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _files(branched.root)
+    ran = cli("prune", branched.root, "--keep", 1)
+    assert (ran.status, ran.stdout) == (2, "")
+    assert "--key" in ran.stderr
+    assert _files(branched.root) == before
+    monkeypatch.setenv("TIERCKPT_KEY", str(key))
+    assert cli("prune", branched.root, "--keep", 1).status == 0

@@ -117,6 +117,8 @@ class Tree:
                 (root / path).mkdir()
             else:
                 (root / path).write_bytes(data)
+                if path.endswith(".pem"):
+                    (root / path).chmod(0o600)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ ALLOWED: dict[str, list[list[int]]] = {
     "further": [[1], [1, 2], [2]],
     "prune": [[1, 2, 3], [3]],
     "restart": [[1]],
+    "following": [[NEXT]],
 }
+INTERRUPTED = ["first", "further", "prune", "restart"]
 
 
 def state_of(step: int, large: bool = False) -> dict[str, Any]:
@@ -155,16 +157,16 @@ def perform(
     return {**told, "calls": calls, "warned": [str(one.message) for one in caught]}
 
 
-def persevere(base: str, large: bool, at: int, error: int) -> list[str]:
+def persevere(base: str, large: bool, at: int, error: int, removes: bool) -> list[str]:
     """A save whose call number ``at`` fails, and the next save in the same process; what is wrong with either.
 
-    Only calls below the store count.
+    Only calls below the store count. ``removes``: the call is one that removes something.
     """
     path, shim, wrong = Path(base), Shim(), []
     store = path / "store"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        checkpointer = _open(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpointer, before = _open(path), set(losses.walk(store))
         shim.arm(os.fspath(store), FAIL, at, error)
         failed: Exception | None = None
         try:
@@ -172,14 +174,18 @@ def persevere(base: str, large: bool, at: int, error: int) -> list[str]:
         except Exception as raised:
             failed = raised
         shim.disarm()
+        told = [str(one.message) for one in caught]
         if failed is not None and not isinstance(failed, StoreError):
             wrong.append(f"it raised {type(failed).__name__}, not StoreError: {failed}")
-        wrong += look(base, "further", large, tidy=False, succeeded=failed is None)
+        # Old checkpoints may stay if they cannot be retired, but not silently.
+        stay = any("could not be retired" in one for one in told)
+        wrong += look(base, "further", large, tidy=False, succeeded=failed is None, all_stay=stay)
         steps = tierckpt.steps(store) if store.is_dir() else []
         if failed is not None and 2 not in steps:
             # The files of the step are gone at once, unless it was a removal that failed.
             rest = [name for name in losses.walk(store) if "/s000000000002/" in name or name.endswith(".tmp")]
-            if rest and "cannot remove" not in str(failed):
+            rest = sorted({*rest} - before)
+            if rest and not removes:
                 wrong.append(f"the failed save ({failed}) left {rest}")
         try:
             _save(checkpointer, 3, large)
@@ -196,7 +202,7 @@ def persevere(base: str, large: bool, at: int, error: int) -> list[str]:
 
 
 def look(
-    base: str, scenario: str | None, large: bool, *, succeeded: bool = False, tidy: bool = True, user: bool = True
+    base: str, scenario: str | None, large: bool, *, succeeded: bool = False, tidy: bool = True, trusted: bool = True, all_stay: bool = False
 ) -> list[str]:
     """What is wrong with a base after an interruption; empty when all is well.
 
@@ -204,31 +210,39 @@ def look(
         scenario: says which steps there may be; None: any.
         succeeded: the scenario had returned, so that what it did must be there.
         tidy: also save the next step, and see that nothing else is left then.
-        user: the user's folder is sound, so that trust must be.
+        trusted: the user's key was kept, so that nothing is wrong with trust.
+        all_stay: what should have been retired may still be there.
     """
     path, shim = Path(base), Shim()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shim.arm(base)  # only so that nothing waits for the real disk
         try:
-            wrong = _look(path, scenario, large, succeeded, user)
+            wrong = _look(path, _allowed(scenario, succeeded, all_stay), large, trusted)
             if tidy and not wrong:
-                wrong = _tidy(path, large, user)
+                wrong = _tidy(path, large, trusted)
         except Exception as raised:
             wrong = [f"{type(raised).__name__}: {raised}"]
         shim.disarm()
-    if user:
+    if trusted:
         wrong += [f"warned: {one.message}" for one in caught]
     return wrong
 
 
-def _look(base: Path, scenario: str | None, large: bool, succeeded: bool, user: bool) -> list[str]:
+def _allowed(scenario: str | None, succeeded: bool, all_stay: bool) -> list[list[int]] | None:
+    if scenario is None:
+        return None
+    allowed = ALLOWED[scenario]
+    if not succeeded:
+        return allowed
+    return [steps for steps in allowed if steps[-1:] == allowed[-1][-1:]] if all_stay else allowed[-1:]
+
+
+def _look(base: Path, allowed: list[list[int]] | None, large: bool, trusted: bool) -> list[str]:
     root, wrong = base / "store", []
     steps = tierckpt.steps(root)
-    if scenario is not None:
-        allowed = ALLOWED[scenario][-1:] if succeeded else ALLOWED[scenario]
-        if steps not in allowed:
-            wrong.append(f"there are steps {steps}, not one of {allowed}")
+    if allowed is not None and steps not in allowed:
+        wrong.append(f"there are steps {steps}, not one of {allowed}")
     for step in [None, *steps] if steps else []:
         state = state_of(0, large)
         info = tierckpt.load(state, root, step, fallback=False)
@@ -237,20 +251,17 @@ def _look(base: Path, scenario: str | None, large: bool, succeeded: bool, user: 
     begun = any((root / "chain").glob("[0-9]*.json"))
     if begun:
         report = tierckpt.verify(root, every=True)
-        wrong += [f"verify: {one['message']}" for one in report.problems if user or one["kind"] != "untrusted"]
+        wrong += [f"verify: {one['message']}" for one in report.problems if trusted or one["kind"] != "untrusted"]
         wrong += [f"second reader: {problem}" for problem in second_reader.verify_store(os.fspath(root))]
     elif steps:
         wrong.append("steps without a chain")
     return wrong
 
 
-def _tidy(base: Path, large: bool, user: bool) -> list[str]:
+def _tidy(base: Path, large: bool, trusted: bool) -> list[str]:
     root = base / "store"
     following(base, large)
-    wrong = [f"after the next save: {problem}" for problem in _look(base, None, large, True, user)]
-    steps = tierckpt.steps(root)
-    if steps != [NEXT]:
-        wrong.append(f"after the next save there are steps {steps}, not [{NEXT}]")
+    wrong = [f"after the next save: {problem}" for problem in _look(base, [[NEXT]], large, trusted)]
     long_ago = time.time() - 3600
     for name in losses.walk(root):
         if name.endswith(".tmp"):

@@ -14,7 +14,7 @@ from tierckpt.errors import IntegrityError
 from tierckpt.format import canonical
 from tierckpt.format.canonical import MAX_INTEGER, Fields
 
-text = st.text(st.characters(exclude_categories=("Cs",)))
+text = st.text(st.characters(exclude_categories=["Cs"]))
 scalars = st.none() | st.booleans() | st.integers(-MAX_INTEGER, MAX_INTEGER) | text
 documents = st.recursive(
     scalars,
@@ -155,9 +155,10 @@ def test_mutations_are_refused_or_are_other_values(value: Any, data: st.DataObje
 
 def test_fields_name_what_is_wrong() -> None:
     keys = ("a", "b")
-    for value in ([], None, {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}):
+    others: list[Any] = [[], None, {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}]
+    for value in others:
         with pytest.raises(IntegrityError, match="the thing"):
-            Fields(value, keys, what="the thing")  # type: ignore[arg-type]
+            Fields(value, keys, what="the thing")
     fields = Fields({"a": True, "b": "x"}, keys, what="the thing")
     for wrong in (fields.integer, fields.string, fields.hex, fields.array):
         with pytest.raises(IntegrityError, match="the thing: a must be"):

@@ -1,4 +1,4 @@
-"""Protects the chain: every rule of docs/format.md, section 3, has a test that breaks it, and a bad link changes nothing."""
+"""Protects the chain: each rule of docs/format.md, section 3, is broken once, and a bad link changes nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_numbers_in_the_middle_and_at_the_ends_leave_the_ranges() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=25), st.randoms(use_true_random=False))
 def test_live_is_that_of_a_plain_set(choices: list[int], random: Any) -> None:
-    chain, expected = begun(), {}
+    chain = begun()
+    expected: dict[int, CheckpointRef] = {}
     for choice in choices:
         if choice < 18 or not expected:
             number = len(chain.links)
@@ -137,8 +138,11 @@ def test_ranges(numbers: set[int]) -> None:
     assert links.decode_ranges(links.encode_ranges(ranges), what="x", below=61) == ranges
 
 
-@pytest.mark.parametrize("value", [None, [[1]], [[1, 2, 3]], [[2, 1]], [[1, 2], [3, 4]], [[1, 3], [3, 4]], [[5, 9]], [[-1, 0]],
-                                   [[True, 2]], [[0, None]], ["ab"], {}], ids=str)  # fmt: skip
+OTHER_RANGES: list[Any] = [None, {}, [[1]], [[1, 2, 3]], [[2, 1]], [[1, 2], [3, 4]], [[1, 3], [3, 4]], [[5, 9]]]
+OTHER_RANGES += [[[-1, 0]], [[True, 2]], [[0, None]], ["ab"]]
+
+
+@pytest.mark.parametrize("value", OTHER_RANGES, ids=str)
 def test_other_ranges_are_refused(value: Any) -> None:
     with pytest.raises(IntegrityError, match="the ranges"):
         links.decode_ranges(value, what="the ranges", below=9)
@@ -321,15 +325,11 @@ def test_live_is_recomputed() -> None:
 
 
 def test_links_cannot_be_swapped_replayed_or_dropped() -> None:
-    chain, datas = Chain(RUN), []
-    for build in (
-        lambda c: c.begin(store=STORE, origin=None),
-        lambda c: c.commit(ref(1)),
-        lambda c: c.commit(ref(2)),
-        lambda c: c.retire([ref(1)]),
-    ):
-        datas.append(build(chain).sign(KEY).encode())
-        chain.append(datas[-1])
+    chain = committed()
+    datas = [Chain(RUN).begin(store=STORE, origin=None, time=TIME).sign(KEY).encode()]
+    datas.append(add(chain, chain.commit(ref(1))).encode())
+    datas.append(add(chain, chain.commit(ref(2))).encode())
+    datas.append(add(chain, chain.retire([ref(1)])).encode())
     for order in ((0, 2), (0, 1, 1), (0, 1, 3), (1,), (0, 0)):
         other = Chain(RUN)
         with pytest.raises((IntegrityError, UntrustedError)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from blake3 import blake3
 
@@ -25,7 +27,7 @@ GOLDEN_SHARD = "5ed9b10c9459ab8a3d0f7b1e0d60fee0517285955ebd91e8a180463b960394f2
 def test_chunks_tile_the_shard(size: int) -> None:
     ranges = [digest.chunk_range(i, size) for i in range(digest.chunk_count(size))]
     assert ranges[0][0] == 0 and ranges[-1][1] == size
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
     assert all(0 < high - low <= CHUNK for low, high in ranges)
     for index in (-1, len(ranges)):
         with pytest.raises(IndexError):

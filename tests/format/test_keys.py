@@ -13,7 +13,7 @@ from tierckpt.errors import StoreError, UntrustedError
 from tierckpt.format import keys
 from tierckpt.format.keys import SigningKey
 
-# A key made by `openssl genpkey -algorithm ed25519`-compatible tools: RFC 8410, section 10.3.
+# The example of RFC 8410, section 10.3.
 RFC_8410 = """-----BEGIN PRIVATE KEY-----
 MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC
 -----END PRIVATE KEY-----
@@ -30,10 +30,8 @@ def private_file(path: Path, text: str = RFC_8410) -> Path:
 def test_golden(tmp_path: Path) -> None:
     key = SigningKey.load(private_file(tmp_path / "key"))
     assert key.public == RFC_8410_PUBLIC
-    assert (
-        key.sign(b"tierckpt").hex()
-        == "9ad3924b587fa6ebd8f930d8a5b243e5041a32f65384bcb5096d6a2a2ca6916e5e57f8e3672148d0977b5e98e43d473071e04d1de80955a2905541804309240a"
-    )
+    half = "9ad3924b587fa6ebd8f930d8a5b243e5041a32f65384bcb5096d6a2a2ca6916e"
+    assert key.sign(b"tierckpt").hex() == half + "5e57f8e3672148d0977b5e98e43d473071e04d1de80955a2905541804309240a"
 
 
 def test_signatures() -> None:

@@ -21,7 +21,7 @@ components = st.recursive(
     | st.sampled_from(
         ["", "__metadata__", "~values", "0", "-1", "-", "00", "a.b", "..", "~r", "~e", "~kMQ", "\n", "\U0001f600"]
     )
-    | st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
     | st.integers()
     | st.booleans()
     | st.none()
@@ -78,29 +78,17 @@ def test_golden(path: tuple[Any, ...], name: str) -> None:
     assert typed(names.split(name)) == typed(path)
 
 
+BAD = ["", "/", "a/", "/a", "a//b", "a#b", "~", "~3", "~r/a", "a/~r", "00", "-0", "1_0~", "~sa", "~s", "~ea", "~s0a"]
+BAD += ["~k", "~kMQ", "~kMQ==", "~kM", "~kIg", "~kImEi", "~kWyJpbnQiLCIyMDAwMDAwMDAwMDAwMCJd", "~kWyJsaXN0IixbXV0"]
+BAD += ["~kdHJ1ZR", "~k dHJ1ZQ", "__metadata__", "a\0", "\ud800", "~values", "1" * 5000, "~k" + "W1" * 100]
+
+
 @pytest.mark.parametrize(
     "name",
-    ["", "/", "a/", "/a", "a//b", "a#b", "~", "~3", "~r/a", "a/~r", "00", "-0", "+", "1_0~", "~sa", "~s", "~ea", "~s0a"]
-    + [
-        "~k",
-        "~kMQ",
-        "~kMQ==",
-        "~kM",
-        "~kIg",
-        "~kImEi",
-        "~kWyJpbnQiLCIyMDAwMDAwMDAwMDAwMCJd",
-        "~kWyJsaXN0IixbXV0",
-        "~kdHJ1ZR",
-        "~k dHJ1ZQ",
-        "__metadata__",
-    ]
-    + ["a\0", "\ud800", "~values", "1" * 5000, "~k" + "W1" * 100],
+    BAD,
     ids=lambda name: repr(name)[:20],
 )
 def test_split_refuses_what_join_does_not_write(name: str) -> None:
-    if name == "+":
-        assert names.split(name) == ("+",)  # the one that only looks wrong
-        return
     with pytest.raises(IntegrityError, match="name"):
         names.split(name)
 
@@ -127,8 +115,9 @@ class Color(enum.Enum):
 
 
 def test_keys_with_classes_have_names_of_their_own() -> None:
-    assert len({names.join((key,)) for key in (Color.RED, 1, True, np.int64(1), 1.0)}) == 5
-    assert names.split(names.join((Color.RED,))) == (1,)
+    red: Any = Color.RED
+    assert len({names.join((key,)) for key in (red, 1, True, np.int64(1), 1.0)}) == 5
+    assert names.split(names.join((red,))) == (1,)
     assert typed(names.split(names.join((np.int64(1),)))) == typed((np.int64(1),))
     assert math.isnan(names.split(names.join((math.nan,)))[0])  # type: ignore[arg-type]
 

@@ -58,7 +58,8 @@ def tree() -> JSON:
     key: JSON = True
     model: list[JSON] = [["w.0", ["tensor"]], ["a/b#~", ["tensor"]], ["replicated", ["tensor"]], ["step", ["tensor"]]]
     model += [["empty", ["tensor"]], ["tied", ["tensor"]], ["value", ["value"]]]
-    return ["dict", [["opt", ["list", [["dict", [[key, ["tensor"]]]], ["array", "<i8", [2]]]]], ["model", ["OrderedDict", model]], ["rng", ["per_rank"]]]]  # fmt: skip
+    opt: JSON = ["list", [["dict", [[key, ["tensor"]]]], ["array", "<i8", [2]]]]
+    return ["dict", [["opt", opt], ["model", ["OrderedDict", model]], ["rng", ["per_rank"]]]]
 
 
 def layout() -> Layout:
@@ -129,10 +130,10 @@ class Maker:
             if entry.dtype is None:
                 data += padded
                 continue
-            index = made.index(entry.tensor)
-            assert index is not None
+            at = made.index(entry.tensor)
+            assert at is not None
             box = sorted(boxes[entry.tensor])[max(entry.k, 0)]
-            data += cut_out(tensors[entry.tensor], made.shape(index), box, SIZES[entry.dtype])
+            data += cut_out(tensors[entry.tensor], made.shape(at), box, SIZES[entry.dtype])
         assert len(data) == header.size
         receipt = Receipt(
             run="run-1",
@@ -170,7 +171,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(step: int) -> dict[str, Any]:
     data = contents(step)
     tensors = {names.join(path): Tensor(d, shape, data[names.join(path)]) for path, d, shape, _ in TENSORS}
-    model = {key: tensors[names.join(("model", key))] for key in ("w.0", "a/b#~", "replicated", "step", "empty")}
+    model: dict[str, Any] = {
+        key: tensors[names.join(("model", key))] for key in ("w.0", "a/b#~", "replicated", "step", "empty")
+    }
     model |= {"tied": model["w.0"], "value": VALUE}
     opt = [{True: tensors["opt/0/~kdHJ1ZQ"]}, Other("array", ("<i8", (2,), data["opt/1"]))]
     return {"opt": opt, "model": model, "rng": PerRank({rank: (rank, step) for rank in range(WORLD)})}
@@ -185,7 +188,8 @@ def test_what_was_written_is_read(store: Path) -> None:
 
 
 def test_what_is_not_there_or_not_trusted_is_said(store: Path) -> None:
-    for arguments in ({"step": 5}, {"step": 11}, {"trust": ["ab" * 32]}):
+    cases: list[dict[str, Any]] = [{"step": 5}, {"step": 11}, {"trust": ["ab" * 32]}]
+    for arguments in cases:
         with pytest.raises(Bad):
             read_store(store, **arguments)
 

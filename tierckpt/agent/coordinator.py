@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import warnings
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 
+from tierckpt.agent.roots import Nodes, one_root, spread_begin
 from tierckpt.config import FREE_MARGIN, Retention
 from tierckpt.errors import IncompleteError, IntegrityError, StepExistsError, StoreError, TierckptError
 from tierckpt.format import paths
@@ -46,10 +48,11 @@ class Coordinator:
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
         self._key: SigningKey | None = None
+        self.roots = one_root(1)
 
     @property
     def store(self) -> Store:
-        """The store with its chain, on rank 0 once :meth:`begin` has been called."""
+        """The store with its chain, on the leader of each root once a generation has begun."""
         assert self._store is not None
         return self._store
 
@@ -79,26 +82,38 @@ class Coordinator:
         link = store.publish(lambda chain: chain.begin(store=store.info.digest, origin=choose(chain)), key)
         assert link is not None
         self.generation = store.chain.generation
-        self._collect(())
         trust.remember(store.chain, store.url)
         return json.dumps({"run": store.run, "generation": self.generation}).encode()
 
-    def follow(self, told: bytes) -> None:
-        """Take over what rank 0's :meth:`begin` said."""
+    def follow(self, told: bytes, nodes: Nodes) -> None:
+        """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
+        self.roots, self._store = spread_begin(nodes, self.place, self._store)
+
+        def clean() -> bytes:
+            if self._store is not None:
+                self._collect(())
+            return b""
+
+        nodes.vote(f"cleaning up {self.place.url}", clean)
 
     def believe(self, store: Store) -> None:
         """Raise UntrustedError unless the chain is to be believed."""
         held = trust.held_keys(store.run, self._given_key)
         trust.Trust(self._trusted, held, self._expect_head).check(store.chain, store.url)
 
-    def room_for(self, size: int, step: int) -> None:
-        """Make sure that ``size`` bytes can be written; retired checkpoints go at once if need be. Rank 0 only.
+    def room_for(self, total: int, step: int, rank: int) -> None:
+        """Make sure that this root's share of ``total`` bytes can be written; retired checkpoints go at once if need be.
+
+        Only the leader of a root looks.
 
         Raises:
             StoreError: there is not enough space.
         """
+        if self._store is None:
+            return
+        size = total * len(self.roots.members(rank)) // len(self.roots.of)
         free = self.place.free()
         if free is not None and free < size + FREE_MARGIN:
             self._collect([(self.generation, step)], grace=0.0)
@@ -114,21 +129,31 @@ class Coordinator:
         assert key is not None
         ref = CheckpointRef(manifest.generation, manifest.step, manifest.id)
         try:
-            put(self.place, paths.layout(manifest.layout), layout)
-            put(self.place, paths.manifest(ref.generation, ref.step), manifest.encode())
+            self.keep_documents(manifest, layout)
             link = store.publish(lambda chain: self._commit_link(chain, ref, pinned=pinned), key)
         except BaseException:
             self._give_back(ref)
             raise
         assert link is not None
         problem = self._retire(ref, manifest, key)
-        return json.dumps({"head": link.digest, "problem": problem}).encode()
+        links = range(link.number, len(store.chain.links)) if len(self.roots.leaders) > 1 else ()
+        told = [b64encode(self.place.read(paths.link(number), 1 << 26)).decode() for number in links]
+        return json.dumps({"head": link.digest, "problem": problem, "first": link.number, "links": told}).encode()
 
-    def heed(self, told: bytes) -> None:
-        """Take over what rank 0's :meth:`commit` said."""
-        problem = json.loads(told)["problem"]
-        if problem:
-            warnings.warn(problem, RuntimeWarning, stacklevel=2)
+    def keep_documents(self, manifest: Manifest, layout: bytes) -> bytes:
+        """Make layout and manifest durable in this root. On the leader of each."""
+        put(self.place, paths.layout(manifest.layout), layout)
+        put(self.place, paths.manifest(manifest.generation, manifest.step), manifest.encode())
+        return b""
+
+    def adopt(self, told: bytes) -> bytes:
+        """Take over the links that rank 0's :meth:`commit` published. On the leaders of other roots."""
+        said = json.loads(told)
+        for number, data in enumerate(said["links"], said["first"]):
+            put(self.place, paths.link(number), b64decode(data))
+        self.store.refresh()
+        self._collect(())
+        return b""
 
     def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
         self.store.must_be_current(self.generation)
@@ -165,7 +190,7 @@ class Coordinator:
         try:
             going = to_retire(self.store.chain, self._retention, new)
             if going:
-                check_present(self.store, manifest)
+                check_present(self.store, manifest, self.roots.members(0))
                 store = self.store
                 store.publish(lambda chain: self._retire_link(chain, new), key)
             self._collect(())
@@ -201,9 +226,16 @@ def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> lis
     return sorted(going - {new}, key=lambda ref: (ref.generation, ref.step))
 
 
-def check_present(store: Store, manifest: Manifest) -> None:
-    """Every receipt matches the manifest and every shard is there in full size; no bytes are read."""
+def check_present(store: Store, manifest: Manifest, ranks: Iterable[int] | None = None) -> None:
+    """Every receipt matches the manifest and every shard is there in full size; no bytes are read.
+
+    Args:
+        ranks: whose shards are in this root; None: all.
+    """
+    wanted = None if ranks is None else set(ranks)
     for shard in manifest.shards:
+        if wanted is not None and shard.rank not in wanted:
+            continue
         receipt = store.receipt(manifest, shard.rank)
         size = store.place.size(receipt.name)
         if size is None:

@@ -10,6 +10,7 @@ import json
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -117,28 +118,39 @@ class Drain:
             raise
         written = time.perf_counter()
         assert isinstance(job.shard, Shard)
-        layout = job.shard.layout
-
-        def commit() -> bytes:
-            return self._coordinator.commit(manifest, layout, pinned=job.pinned) if self._ranks.rank == 0 else b""
-
-        told = self._ranks.vote(what, commit)
-        self._coordinator.heed(told[0])
+        told = self._commit(what, manifest, job.shard.layout, pinned=job.pinned)
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
-        head = json.loads(told[0])["head"]
+        head = told["head"]
+        if told["problem"]:
+            warnings.warn(told["problem"], RuntimeWarning, stacklevel=2)
         size = sum(shard.size for shard in manifest.shards)
         return SaveInfo(
             job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)
         )
+
+    def _commit(self, what: str, manifest: Manifest, layout: bytes, *, pinned: bool) -> dict[str, Any]:
+        """Rank 0 publishes; with several roots the others first get the documents, then the links."""
+        coordinator, rank = self._coordinator, self._ranks.rank
+        others = coordinator.roots.leaders[1:]
+        if others:
+            self._ranks.vote(what, lambda: coordinator.keep_documents(manifest, layout) if rank in others else b"")
+
+        def publish() -> bytes:
+            return coordinator.commit(manifest, layout, pinned=pinned) if rank == 0 else b""
+
+        told = self._ranks.vote(what, publish)[0]
+        if others:
+            self._ranks.vote(what, lambda: coordinator.adopt(told) if rank in others else b"")
+        found: dict[str, Any] = json.loads(told)
+        return found
 
     def _write(self, job: _Job) -> bytes:
         """Make this rank's shard and then its receipt durable."""
         if isinstance(job.shard, BaseException):
             raise job.shard
         shard, place = job.shard, self._coordinator.place
-        if self._ranks.rank == 0:
-            self._coordinator.room_for(shard.total, job.step)
+        self._coordinator.room_for(shard.total, job.step, self._ranks.rank)
         if shard.source is None:
             return b""
         generation, rank = self._coordinator.generation, self._ranks.rank

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -42,9 +42,21 @@ class _Lazy(click.Group):
         command: click.Command = importlib.import_module(f"tierckpt.cli.{cmd_name}").command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            status = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Whoever read our output has gone. That says nothing about the data, as click's status 1 would; and
+            # nothing more may be flushed into that pipe when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return CANNOT_RUN
+        return status
+
 
 @click.group(
     cls=_Lazy,
+    no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit status: 0 all is well, 1 something is wrong with the data, 2 the command could not run.",
 )
@@ -63,10 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             status = tierckpt.main(argv, prog_name="tierckpt", standalone_mode=False)
-            sys.stdout.flush()
-        except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.message, err=True)
-            return CANNOT_RUN
         except click.UsageError as error:
             path = error.ctx.command_path if error.ctx else "tierckpt"
             return _cannot_run(f"{path}: {error.format_message()} (see {path} --help)")
@@ -76,13 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             return _cannot_run(f"tierckpt: {error.format_message()}")
         except SystemExit as error:
-            if isinstance(error.__context__, BrokenPipeError):  # click has seen it first
-                return CANNOT_RUN
             return _cannot_run(f"tierckpt: {error}") if isinstance(error.code, str) else int(error.code or 0)
-        except BrokenPipeError:
-            # Whoever read our output has gone; nothing more may be flushed into that pipe when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return CANNOT_RUN
         except (TierckptError, ImportError) as error:
             return _cannot_run(f"tierckpt: {error}")
         except Exception as error:

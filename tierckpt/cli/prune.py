@@ -11,6 +11,9 @@ from tierckpt.cli.history import name_of
 from tierckpt.cli.output import count, say, say_json, size
 from tierckpt.cli.target import json_option, place_at, reports_data_errors, root_argument
 from tierckpt.config import READERS_GRACE
+from tierckpt.errors import StoreError
+from tierckpt.tiers import trust
+from tierckpt.tiers.store import Store
 
 
 @click.command()
@@ -35,6 +38,8 @@ def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str |
     committed, of writes that did not finish, and layouts that no checkpoint uses.
     """
     place = place_at(root)
+    if keep is not None and key is None and not dry_run:
+        _must_hold_a_key(Store.open(place))
     done = inspection.prune(place.root, keep, grace=grace, dry_run=dry_run, key=key)
     if as_json:
         say_json(done.to_json())
@@ -52,3 +57,12 @@ def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str |
 
 def _by_folder(names: list[str]) -> list[tuple[str, int]]:
     return sorted(Counter(name.rpartition("/")[0] or "." for name in names).items())
+
+
+def _must_hold_a_key(store: Store) -> None:
+    """A key that the chain does not know would make it untrusted for everybody else: only on request."""
+    if not trust.held_keys(store.run, None) & store.chain.keys.keys():
+        raise StoreError(
+            f"{store.url}: none of the keys at hand has signed run {store.run}; pass --key with the private key that has, "
+            "or with another one, which the run's readers must then be told to trust"
+        )

@@ -70,7 +70,7 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
         if paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
             if now - info.modified >= max(grace, _UNDER_WAY):
                 found.temporary.append(info)
-        elif info.kind != "file":
+        elif info.kind != "file" or (key is not None and not belongs(info.name)):
             found.foreign.append(info)
         elif key is not None:
             steps.setdefault(key, []).append(info)
@@ -101,8 +101,9 @@ def step_of(name: str) -> tuple[int, int] | None:
 
 
 def belongs(name: str) -> bool:
-    """Whether a file in a checkpoint's folder has a name that such files have."""
-    return any(parse(name) is not None for parse in (paths.parse_manifest, paths.parse_shard, paths.parse_receipt))
+    """Whether a file in a checkpoint's folder has a name that such files have, finished or not."""
+    parsers = (paths.parse_manifest, paths.parse_shard, paths.parse_receipt)
+    return paths.is_temporary(name) or any(parse(name) is not None for parse in parsers)
 
 
 #: Seconds without a write after which an uncommitted save of somebody else's is taken to be dead.

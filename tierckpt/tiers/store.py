@@ -56,7 +56,7 @@ class Store:
             IncompleteError: there is no store, or one in which nothing was ever begun.
             IntegrityError, UntrustedError: the chain is broken.
         """
-        store = cls._open(place)
+        store = cls.find(place)
         if store is None or not store.chain.links:
             raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
         return store
@@ -68,7 +68,7 @@ class Store:
         Raises:
             StoreError: the place holds another run's store, or files that are none.
         """
-        store = cls._open(place)
+        store = cls.find(place)
         if store is None:
             place.prepare()
             foreign = next(
@@ -80,12 +80,13 @@ class Store:
                     f"{place.url} is no checkpoint store and is not empty (it holds {foreign}): choose a new or empty folder"
                 )
             place.create(paths.STORE, StoreInfo(run=run).encode())
-            store = cls._open(place)
+            store = cls.find(place)
             assert store is not None
         return store
 
     @classmethod
-    def _open(cls, place: Place) -> Store | None:
+    def find(cls, place: Place) -> Store | None:
+        """The store at ``place``, with an empty chain if nothing was ever begun in it; None if there is none."""
         try:
             data = place.read(paths.STORE, _DOCUMENT_LIMIT)
         except FileNotFoundError:
@@ -119,10 +120,7 @@ class Store:
                 new.append(self._append(data))
 
     def _append(self, data: bytes) -> Link:
-        try:
-            return self.chain.append(data)
-        except (IntegrityError, UntrustedError) as error:
-            raise type(error)(f"{self.url}: {error}") from None
+        return self.chain.append(data, what=f"{self.url}/{paths.link(len(self.chain.links))}")
 
     def publish(self, build: Callable[[Chain], Link | None], key: SigningKey) -> Link | None:
         """Append the link that ``build`` makes of the newest chain, signed with ``key``.

@@ -239,13 +239,7 @@ def _check_shard(
 
 def _check_files(store: Store, report: Report, *, allow_extra: bool) -> None:
     found = leftovers.find(store, grace=0.0)
-    chain = store.chain
-    live = {(ref.generation, ref.step) for ref in chain.live.values()}
-    extra = [info.name for info in found.foreign]
-    for info in store.place.list():
-        if leftovers.step_of(info.name) in live and not leftovers.belongs(info.name):
-            extra.append(info.name)
-    for name in sorted(set(extra)):
+    for name in sorted({info.name for info in found.foreign} | _unlisted(store)):
         message = f"{store.url}/{name} does not belong to the store"
         if allow_extra:
             report.notes.append(message)
@@ -261,6 +255,27 @@ def _check_files(store: Store, report: Report, *, allow_extra: bool) -> None:
             report.notes.append(
                 f"{len(files)} files {what} ({sum(f.size for f in files):,} bytes) wait for prune: {_few(f.name for f in files)}"
             )
+
+
+def _unlisted(store: Store) -> set[str]:
+    """Shards and receipts in the folders of live checkpoints whose manifests do not list them."""
+    refs = {(ref.generation, ref.step): ref for ref in store.chain.live.values()}
+    manifests: dict[CheckpointRef, Manifest | None] = {}
+    found = set()
+    for info in store.place.list():
+        shard = paths.parse_shard(info.name) or paths.parse_receipt(info.name)
+        ref = refs.get((shard.generation, shard.step)) if shard is not None else None
+        if shard is None or ref is None:
+            continue
+        if ref not in manifests:
+            try:
+                manifests[ref] = store.manifest(ref)
+            except TierckptError:  # named where checkpoints are checked; nobody knows what belongs here
+                manifests[ref] = None
+        manifest = manifests[ref]
+        if manifest is not None and manifest.shard(shard.rank) is None:
+            found.add(info.name)
+    return found
 
 
 def _few(names: Iterable[str]) -> str:

@@ -1,0 +1,254 @@
+"""K06: what fails on one rank fails the save on all of them, soon, with the reason, and harms nothing else.
+
+The arms with an agent that dies, and with an object store that throttles, wait for these.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.cases.common import blank, fails_for, files_of, holds, on_write, shard_of, sharded, state
+from tests.harness import run_ranks
+from tierckpt import Checkpointer, Disk, StoreError, group
+
+
+def test_c25_a_failed_save_raises_at_wait_and_harms_nothing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, tiers=[Disk(keep=1, grace=0)], agent="off") as ckpt:
+        ckpt.save(1, state(1)).wait()
+        undo = on_write(fails_for(2, errno.EIO))
+        try:
+            handle = ckpt.save(2, state(2))
+            with pytest.raises(StoreError, match=f"{shard_of(tmp_path, 2)}.*{os.strerror(errno.EIO)}") as caught:
+                handle.wait()
+        finally:
+            undo()
+        cause = caught.value.__cause__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__
+        assert isinstance(cause, OSError) and cause.errno == errno.EIO
+        assert isinstance(handle.error, StoreError) and not handle.done()
+        assert tierckpt.steps(tmp_path) == [1]
+        assert not files_of(tmp_path, 2)
+        assert tierckpt.verify(tmp_path).ok
+        ckpt.save(3, state(3)).wait()  # no warning: wait() has told
+        assert tierckpt.steps(tmp_path) == [3]
+    found = blank()
+    assert tierckpt.load(found, tmp_path).step == 3 and holds(found, 3)
+
+
+def test_c25_a_failure_nobody_waited_for_surfaces_at_the_next_save(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, tiers=[Disk(keep=1, grace=0)], agent="off")
+    ckpt.save(1, state(1)).wait()
+    undo = on_write(fails_for(2, errno.EIO))
+    ckpt.save(2, state(2))
+    ckpt.wait()
+    undo()
+    assert tierckpt.steps(tmp_path) == [1]
+    with pytest.warns(RuntimeWarning, match=f"step 2 failed.*{os.strerror(errno.EIO)}"):
+        handle = ckpt.save(3, state(3))
+    handle.wait()
+    assert tierckpt.steps(tmp_path) == [3]
+    ckpt.close()
+
+
+def test_c25_a_failure_of_the_last_save_surfaces_at_close(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, agent="off")
+    ckpt.save(1, state(1)).wait()
+    undo = on_write(fails_for(2, errno.EIO))
+    ckpt.save(2, state(2))
+    with pytest.warns(RuntimeWarning, match="step 2 failed"):
+        ckpt.close()
+    undo()
+    assert tierckpt.latest(tmp_path) == 1
+
+
+def test_c25_on_error_raise_raises_at_the_next_save(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, agent="off", on_error="raise")
+    undo = on_write(fails_for(1, errno.EIO))
+    ckpt.save(1, state(1))
+    ckpt.wait()
+    undo()
+    with pytest.raises(StoreError, match=f"step 1 failed.*{os.strerror(errno.EIO)}"):
+        ckpt.save(2, state(2))
+    ckpt.save(3, state(3)).wait()
+    assert tierckpt.steps(tmp_path) == [3]
+    ckpt.close()
+
+
+def test_c25_a_functional_async_save_that_failed_is_told_of_too(tmp_path: Path) -> None:
+    tierckpt.save(state(1), tmp_path, 1)
+    undo = on_write(fails_for(2, errno.EIO))
+    handle = tierckpt.async_save(state(2), tmp_path, 2)
+    while not handle.error:
+        time.sleep(0.001)
+    undo()
+    with pytest.warns(RuntimeWarning, match="step 2 failed"):
+        tierckpt.save(state(3), tmp_path, 3)
+    assert tierckpt.steps(tmp_path) == [1, 3]
+
+
+def _no_space_on_rank_2(rank: int, root: str) -> dict[str, Any]:
+    tierckpt.save(sharded(1.0), root, 1)
+    undo = on_write(fails_for(2, errno.ENOSPC)) if rank == 2 else lambda: None
+    began = time.monotonic()
+    try:
+        tierckpt.save(sharded(2.0), root, 2)
+    except Exception as error:
+        told = {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - began}
+    undo()
+    told["steps"] = tierckpt.steps(root)
+    told["generation"] = tierckpt.save(sharded(3.0), root, 3).generation
+    template = sharded(-1.0)
+    told["loaded"] = tierckpt.load(template, root).step, template["w"].to_local().unique().tolist()
+    return told
+
+
+def test_c27_one_rank_out_of_space_fails_the_save_on_all(tmp_path: Path) -> None:
+    for told in run_ranks(_no_space_on_rank_2, 4, str(tmp_path)):
+        assert told["type"] == "StoreError"
+        assert "rank 2" in told["text"] and os.strerror(errno.ENOSPC) in told["text"], told
+        assert str(shard_of(tmp_path, 2, rank=2)) in told["text"]
+        assert told["seconds"] < 10
+        assert told["steps"] == [1]
+        assert told["generation"] == 1
+        assert told["loaded"] == (3, [3.0])
+    assert tierckpt.steps(tmp_path) == [1, 3]
+    assert not files_of(tmp_path, 2)
+    report = tierckpt.verify(tmp_path, every=True)
+    assert report.ok and not report.notes, (report.problems, report.notes)
+
+
+def _rank_dies(rank: int, root: str, dead: int, when: str) -> tuple[str, str, float]:
+    group.ANSWER_SECONDS = 1.0
+    tierckpt.save(sharded(1.0), root, 1)
+
+    def die(path: str = "/s000000000002/") -> None:
+        if "/s000000000002/" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == dead:
+        if when == "before":
+            die()
+        on_write(die)
+    began = time.monotonic()
+    try:
+        if when == "async":
+            tierckpt.async_save(sharded(2.0), root, 2).wait()
+        else:
+            tierckpt.save(sharded(2.0), root, 2)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    raise AssertionError("saved without one of the ranks")
+
+
+@pytest.mark.parametrize(("dead", "when"), [(2, "writing"), (2, "before"), (0, "async")])
+def test_c27_a_killed_rank_fails_the_save_on_the_others(tmp_path: Path, dead: int, when: str) -> None:
+    told = run_ranks(_rank_dies, 4, str(tmp_path), dead, when, dies={dead}, env={"TIERCKPT_TIMEOUT": "20"})
+    for rank in {0, 1, 2, 3} - {dead}:
+        kind, text, seconds = told[rank]
+        assert kind == "StoreError"
+        assert f"lost rank {dead};" in text, text
+        assert seconds < 10
+    assert tierckpt.steps(tmp_path) == [1]
+    assert tierckpt.verify(tmp_path).ok
+    # The restarted job goes on.
+    assert run_ranks(_restarted, 4, str(tmp_path)) == [(1, [1.0], 2)] * 4
+    assert tierckpt.steps(tmp_path) == [1, 2]
+    assert not [name for name in files_of(tmp_path, 2) if name.startswith("g0001/")]
+    assert tierckpt.verify(tmp_path, every=True).ok
+
+
+def _restarted(rank: int, root: str) -> tuple[int, list[float], int]:
+    template = sharded(-1.0)
+    step = tierckpt.load(template, root).step
+    return step, template["w"].to_local().unique().tolist(), tierckpt.save(sharded(2.0), root, 2).generation
+
+
+def _comes_late(rank: int, root: str, gate: str) -> str:
+    group.ANSWER_SECONDS = 1.0
+    tierckpt.save(sharded(1.0), root, 1, timeout=1.0)
+    if rank == 1:
+        while not Path(gate).exists():
+            time.sleep(0.01)
+    try:
+        tierckpt.save(sharded(2.0), root, 2, timeout=1.0)
+    except StoreError as error:
+        Path(gate).touch()
+        return str(error)
+    return "saved"
+
+
+def test_c27_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path) -> None:
+    first, late = run_ranks(_comes_late, 2, str(tmp_path / "store"), str(tmp_path / "gate"))
+    assert "lost rank 1" in first and "1 s (TIERCKPT_TIMEOUT)" in first
+    assert late != "saved"
+    assert tierckpt.steps(tmp_path / "store") == [1]
+
+
+def _late_folder(rank: int, root: str) -> tuple[int, int]:
+    """The destination is there for rank 0 only, for a while; the first write of rank 3 fails for a passing reason."""
+    seen = time.monotonic() + 1.0
+    failed = []
+    if rank:
+        stat, lstat, exists, isdir = os.stat, os.lstat, os.path.exists, os.path.isdir
+
+        def late(path: Any) -> bool:
+            name = str(path)
+            return name.startswith(root) and time.monotonic() < seen
+
+        def blind(original: Any) -> Any:
+            def look(path: Any, *args: Any, **more: Any) -> Any:
+                if not isinstance(path, int) and late(os.fspath(path)):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                return original(path, *args, **more)
+
+            return look
+
+        os.stat, os.lstat = blind(stat), blind(lstat)
+        os.path.exists = lambda path: not late(path) and exists(path)  # type: ignore[assignment]
+        os.path.isdir = lambda path: not late(path) and isdir(path)  # type: ignore[assignment]
+
+    def again(path: str) -> None:
+        if rank == 3 and not failed and path.startswith(root):
+            failed.append(path)
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+
+    on_write(again)
+    info = tierckpt.save(sharded(1.0), root, 1)
+    return info.step, len(failed)
+
+
+def test_c29_ranks_decide_together_about_retries_and_folders(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    told = run_ranks(_late_folder, 4, str(root), timeout=30)
+    assert told == [(1, 0), (1, 0), (1, 0), (1, 1)]
+    report = tierckpt.verify(root)
+    assert report.ok and not report.notes
+    template = tierckpt.read(root)
+    assert bool((template["w"] == 1).all())
+
+
+def _never_gets_better(rank: int, root: str) -> str:
+    from tierckpt.tiers import chunks
+
+    chunks.WRITE_BACKOFF = 0.001
+    if rank == 3:
+        on_write(fails_for(1, errno.EAGAIN))
+    with pytest.raises(StoreError) as caught:
+        tierckpt.save(sharded(1.0), root, 1)
+    return str(caught.value)
+
+
+def test_c29_retries_end(tmp_path: Path) -> None:
+    texts = run_ranks(_never_gets_better, 4, str(tmp_path), timeout=30)
+    assert len(set(texts)) == 1 and "rank 3" in texts[0] and os.strerror(errno.EAGAIN) in texts[0]
+    assert tierckpt.latest(tmp_path) is None

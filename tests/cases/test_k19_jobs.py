@@ -1,0 +1,116 @@
+"""K19: several jobs, or several groups of one job, at one root: one of them wins, and nothing is mixed.
+
+The peer arms (C117) wait for the peer tier. By design the processes of one job are one group; groups of one job that
+save apart nevertheless are like two restarts of the run: the older is fenced.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.cases.common import files_of, holds, state
+from tests.harness import run_ranks
+from tierckpt import FencedError, StoreError
+
+_ROOTS = 20
+
+
+def _job(rank: int, base: str, run: str, value: float) -> list[str]:
+    """Saves step 5 to every root; says for each whether it could, or why not."""
+    told = []
+    for n in range(_ROOTS):
+        try:
+            tierckpt.save(state(value), f"{base}/{n}", 5, run=run)
+        except StoreError as error:
+            told.append(str(error))
+        else:
+            told.append("saved")
+    return told
+
+
+def test_c119_two_jobs_with_their_own_run_ids_do_not_share_a_root(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(run_ranks, _job, 2, str(tmp_path), "one", 1.0)
+        two = pool.submit(run_ranks, _job, 2, str(tmp_path), "two", 2.0)
+        told = {"one": one.result(), "two": two.result()}
+    for n in range(_ROOTS):
+        said = {run: [ranks[n] for ranks in answers] for run, answers in told.items()}
+        won = [run for run, answers in said.items() if answers == ["saved"] * 2]
+        assert len(won) == 1, said
+        (lost,) = {"one", "two"} - set(won)
+        for text in said[lost]:
+            assert repr(won[0]) in text and repr(lost) in text and str(tmp_path / str(n)) in text
+        report = tierckpt.verify(tmp_path / str(n), every=True)
+        assert report.ok and not report.notes, (report.problems, report.notes)
+        assert report.run == won[0]
+        assert holds(tierckpt.read(tmp_path / str(n)), 1.0 if won[0] == "one" else 2.0)
+
+
+def _one_group(rank: int, base: str) -> list[int]:
+    return [tierckpt.save(state(7), f"{base}/{n}", 5).generation for n in range(_ROOTS)]
+
+
+def test_c119_replicas_of_one_job_write_one_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(_one_group, 4, str(tmp_path)) == [[1] * _ROOTS] * 4
+    for n in range(_ROOTS):
+        root = tmp_path / str(n)
+        # Every replicated byte once.
+        assert sum(path.stat().st_size for path in root.rglob("*.safetensors")) < 2 * 1000 * 3 * 4
+        report = tierckpt.verify(root)
+        assert report.ok and not report.notes, (report.problems, report.notes)
+        assert holds(tierckpt.read(root), 7)
+
+
+def _two_groups(rank: int, base: str) -> list[str]:
+    import torch.distributed as dist
+
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    told = []
+    for n in range(_ROOTS):
+        try:
+            tierckpt.save(state(rank // 2), f"{base}/{n}", 5, group=groups[rank // 2])
+        except FencedError as error:
+            told.append(str(error))
+        else:
+            told.append("saved")
+    return told
+
+
+def test_c119_two_groups_of_one_job_never_mix(tmp_path: Path) -> None:
+    told = run_ranks(_two_groups, 4, str(tmp_path))
+    assert told[0] == told[1] or all(("saved" == a) == ("saved" == b) for a, b in zip(told[0], told[1], strict=True))
+    for n in range(_ROOTS):
+        root = tmp_path / str(n)
+        saved = [value for value in (0, 1) if told[2 * value][n] == "saved"]
+        assert saved, "the newer of two generations is never fenced"
+        report = tierckpt.verify(root, every=True)
+        assert report.ok, report.problems
+        found = tierckpt.read(root)
+        assert any(holds(found, value) for value in saved)
+        assert tierckpt.steps(root) == [5]
+        tierckpt.prune(root, keep=1, grace=0)
+        assert len({name.split("/")[0] for name in files_of(root, 5)}) == 1
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+def test_c119_ranks_may_be_in_different_numbers_of_groups(tmp_path: Path, order: list[int]) -> None:
+    """Opening channels for a group must not depend on what other groups a rank is in."""
+    assert run_ranks(_lopsided, 3, str(tmp_path), order) == [1, 1, None]
+    assert tierckpt.verify(tmp_path).ok
+
+
+def _lopsided(rank: int, root: str, order: list[int]) -> int | None:
+    import torch.distributed as dist
+
+    group = dist.new_group(order)
+    dist.new_group([1, 2])  # rank 1 knows one group more than rank 0
+    return tierckpt.save(state(1), root, 5, group=group).step if False else _save_in(group, rank, root)
+
+
+def _save_in(group: Any, rank: int, root: str) -> int | None:
+    return tierckpt.save(state(1), root, 5, group=group).generation if rank < 2 else None
