@@ -25,7 +25,7 @@ def test_c39_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...], st
     with pytest.raises(LayoutError) as caught:
         tierckpt.load(template, tmp_path, strict=strict, cast=cast)
     text = str(caught.value)
-    assert "w" in text and "[3, 4]" in text and str(list(shape)) in text
+    assert "w" in text and "(3, 4)" in text and str(shape) in text
     assert not template["w"].any() and not template["v"].any()
 
 
@@ -51,7 +51,7 @@ def test_c39_another_shape_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert first == second
     for (text, clean), shape in zip(first, _SHAPES, strict=True):
         assert clean
-        assert "w" in text and "[3, 4]" in text and str(list(shape)) in text
+        assert "w" in text and "(3, 4)" in text and str(shape) in text
 
 
 def _one_rank_does_not_fit(rank: int, root: str) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ def _one_rank_does_not_fit(rank: int, root: str) -> tuple[str, bool]:
 
 def test_c39_a_misfit_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     for text, touched in run_ranks(_one_rank_does_not_fit, 2, str(tmp_path)):
-        assert "rank 0" in text and "[3, 4]" in text and "[4, 3]" in text
+        assert "rank 0" in text and "(3, 4)" in text and "(4, 3)" in text
         assert not touched
 
 

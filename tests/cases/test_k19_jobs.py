@@ -109,8 +109,4 @@ def _lopsided(rank: int, root: str, order: list[int]) -> int | None:
 
     group = dist.new_group(order)
     dist.new_group([1, 2])  # rank 1 knows one group more than rank 0
-    return tierckpt.save(state(1), root, 5, group=group).step if False else _save_in(group, rank, root)
-
-
-def _save_in(group: Any, rank: int, root: str) -> int | None:
     return tierckpt.save(state(1), root, 5, group=group).generation if rank < 2 else None

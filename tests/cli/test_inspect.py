@@ -10,6 +10,7 @@ import torch
 
 import tierckpt
 from tests.harness import run_ranks
+from tierckpt import Checkpointer
 
 from .conftest import Branched, Cli, flip
 
@@ -68,7 +69,8 @@ def test_tensors_can_be_chosen_by_glob(cli: Cli, branched: Branched) -> None:
 
 
 def test_long_tables_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> None:
-    tierckpt.save({f"t{i}": torch.zeros(1) for i in range(150)}, tmp_path, 1)
+    with Checkpointer(tmp_path, agent="off") as checkpointer:
+        checkpointer.save(1, {f"t{i}": torch.zeros(1) for i in range(150)}).wait()
     short = cli("inspect", tmp_path)
     assert "… and 50 more tensors" in short.stdout
     assert sum(line.startswith("t") for line in cli("inspect", tmp_path, "--tensors", "t*").lines) == 151

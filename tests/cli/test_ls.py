@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import tierckpt
+from tierckpt import Checkpointer
 
 from .conftest import Branched, Cli
 
@@ -66,7 +67,8 @@ def test_a_live_checkpoint_without_manifest_is_named(cli: Cli, branched: Branche
 
 def test_metadata_steers_no_terminal(cli: Cli, tmp_path: Path) -> None:
     metadata = "\x1b[31mred\nstep"
-    tierckpt.save({"a": torch.zeros(1)}, tmp_path, 1, metadata=metadata)
+    with Checkpointer(tmp_path, agent="off") as checkpointer:
+        checkpointer.save(1, {"a": torch.zeros(1)}, metadata=metadata).wait()
     ran = cli("ls", tmp_path)
     assert ran.status == 0
     assert "\x1b" not in ran.stdout

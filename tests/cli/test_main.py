@@ -40,7 +40,7 @@ def test_what_is_no_store_is_status_2(cli: Cli, tmp_path: Path, command: str, js
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "other.txt").write_text("")
-    for root in (tmp_path / "absent", tmp_path / "file", tmp_path / "folder", "s3://bucket/run"):
+    for root in (tmp_path / "absent", tmp_path / "file", tmp_path / "folder", "s3://bucket/run", ""):
         ran = cli(command, root, *json_option)
         assert (ran.status, ran.stdout) == (2, ""), root
         assert str(root) in ran.stderr

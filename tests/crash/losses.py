@@ -228,11 +228,11 @@ class Record:
         names = ((folder, name, None), (to, new, node))
         return [_Change(index, operation, tuple({folder, to}), names)]
 
-    def pending(self, length: int) -> list[_Change]:
-        """The changes among the first ``length`` operations that a loss of power may undo."""
+    def pending(self, length: int, within: str = "") -> list[_Change]:
+        """The changes below ``within`` among the first ``length`` operations that a loss of power may undo."""
         found = []
         for change in self.changes:
-            if change.index < length:
+            if change.index < length and change.operation.path.startswith(within):
                 synced = {node for index, node in self.syncs if change.index < index < length}
                 if not synced.issuperset(change.synced_by):
                     found.append(change)
@@ -246,12 +246,12 @@ class Record:
                 change.apply(tree, fates.get(change.index, KEPT))
         return tree
 
-    def losses(self, length: int, rng: random.Random, samples: int) -> Iterator[tuple[str, Tree]]:
+    def losses(self, length: int, within: str, rng: random.Random, samples: int) -> Iterator[tuple[str, Tree]]:
         """States after a loss of power when the first ``length`` operations were done, each with its description.
 
-        Nothing lost, each single loss, everything lost, and ``samples`` random ones.
+        Only what is below ``within`` may be lost. Nothing lost, each single loss, everything lost, and ``samples`` random ones.
         """
-        pending = self.pending(length)
+        pending = self.pending(length, within)
         choices = [(change.index, fate) for change in pending for fate in _fates(change)]
         cases: list[dict[int, str]] = [{}, *({index: fate} for index, fate in choices)]
         cases += [{change.index: fate for change in pending} for fate in (GONE, ZEROS)]

@@ -131,12 +131,8 @@ def perform(
     error: int = 0,
     log: str | None = None,
     sync: bool = False,
-    within: str = "",
 ) -> dict[str, Any]:
     """Run a scenario while calls below ``base`` are counted.
-
-    Args:
-        within: count only what lies in this folder of the base.
 
     Returns:
         ``calls``: how many there were; ``failed``: what it raised, "" if nothing; ``typed``: whether that was StoreError;
@@ -146,7 +142,7 @@ def perform(
     told = {"failed": "", "typed": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        shim.arm(os.path.join(base, within) if within else base, mode, at, error, log, sync=sync)
+        shim.arm(base, mode, at, error, log, sync=sync)
         try:
             SCENARIOS[scenario](Path(base), large)
         except Exception as raised:
@@ -289,6 +285,7 @@ def lose(
     scenario: str,
     large: bool,
     *,
+    within: str,
     only_end: bool = False,
     samples: int = 2,
     stride: int = 1,
@@ -298,6 +295,7 @@ def lose(
     """Rebuild at ``base`` all states that a loss of power may leave of ``template`` and the logged operations; look at each.
 
     Args:
+        within: only what is below this folder of the base is lost; all else counts as safe.
         only_end: the power fails after the last operation; else after each.
         samples: random losses per length.
         stride: look at each stride-th length only (and at the last).
@@ -314,7 +312,7 @@ def lose(
     lengths = [len(log)] if only_end else [*range(seed % stride, len(log), stride), len(log)]
     for length in lengths:
         done = length == len(log)
-        for told, tree in record.losses(length, rng, samples):
+        for told, tree in record.losses(length, within, rng, samples):
             key = (losses.fingerprint(tree), done)
             if key in seen:
                 continue

@@ -20,12 +20,14 @@ from tests.crash.workshop import KILL
 
 
 
-def _lost(bench: Bench, logs: list[Path] | None = None, **how: Any) -> list[str]:
+def _lost(bench: Bench, logs: list[Path] | None = None, within: str = "store", **how: Any) -> list[str]:
+    """What is wrong in the states that the loss of unsynced changes below ``within`` can leave."""
     told = bench.do(
         "lose",
         template=str(bench.template),
         logs=[str(log) for log in logs or [bench.log]],
         scenario=how.pop("scenario", bench.scenario),
+        within=within,
         timeout=500.0,
         **how,
     )
@@ -40,11 +42,18 @@ def test_some_losses(benches: Benches, scenario: str) -> None:
     assert _lost(benches(scenario), stride=6, samples=1, tidy_every=8, seed=1) == []
 
 
+@pytest.mark.parametrize("scenario", ["first", "restart"])
+def test_some_losses_in_the_users_folder(benches: Benches, scenario: str) -> None:
+    bench = benches(scenario)
+    assert _lost(bench, within="user", only_end=True, samples=4, tidy_every=4, seed=1) == []
+
+
 @pytest.mark.acceptance
 @pytest.mark.limit(600)
+@pytest.mark.parametrize("folder", ["store", "user"])
 @pytest.mark.parametrize("scenario", INTERRUPTED)
-def test_every_loss(benches: Benches, scenario: str) -> None:
-    assert _lost(benches(scenario), samples=8, seed=2, tidy_every=3) == []
+def test_every_loss(benches: Benches, scenario: str, folder: str) -> None:
+    assert _lost(benches(scenario), within=folder, samples=8, seed=2, tidy_every=3) == []
 
 
 def _after_a_kill(bench: Bench, folder: Path, point: int) -> list[str]:
@@ -112,7 +121,7 @@ def test_the_disk_loses_just_what_was_not_synced() -> None:
 
     def states(length: int) -> list[dict[str, bytes | None]]:
         found = []
-        for _, tree in record.losses(length, random.Random(0), 0):
+        for _, tree in record.losses(length, "", random.Random(0), 0):
             if tree.files() not in found:
                 found.append(tree.files())
         return found
@@ -125,4 +134,4 @@ def test_the_disk_loses_just_what_was_not_synced() -> None:
     assert both in states(6), "the removal of the first name is not synced"
     assert {} in states(6), "the folder itself is not"
     synced = Record(Tree({0: {}}), [*log, _operation("fsync", "d", 1), _operation("fsync", ".")])
-    assert [tree.files() for _, tree in synced.losses(8, random.Random(0), 0)] == [record.after.files()] * 3
+    assert [tree.files() for _, tree in synced.losses(8, "", random.Random(0), 0)] == [record.after.files()] * 3

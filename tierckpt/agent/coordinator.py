@@ -48,6 +48,7 @@ class Coordinator:
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
         self._key: SigningKey | None = None
+        self._believed: tuple[int, frozenset[str]] = 0, frozenset()  # links seen when we began, and the keys that may sign
         self.roots = one_root(1)
 
     @property
@@ -70,20 +71,29 @@ class Coordinator:
         store.must_hold(self.run)
         self._store = store
         key = self._key = trust.signing_key(store.run, self._given_key)
-        if store.chain.links:
+        link = None
+        while link is None:
             self.believe(store)
-            if store.endorse(key):
+            self._believed = len(store.chain.links), frozenset({*store.chain.keys, key.public})
+            if store.chain.links and store.endorse(key):
                 warnings.warn(
-                    f"{store.url} was signed by another key than the one held here; signing goes on with {key.public}, which "
-                    "`tierckpt verify` will not trust until told to (--trust)",
+                    f"{store.url} was signed by another key than the one held here; signing goes on with {key.public}, "
+                    "which `tierckpt verify` will not trust until told to (--trust)",
                     trust.TrustWarning,
                     stacklevel=2,
                 )
-        link = store.publish(lambda chain: chain.begin(store=store.info.digest, origin=choose(chain)), key)
-        assert link is not None
+            link = store.publish(lambda chain: self._begin_link(chain, key.public, choose), key)
         self.generation = store.chain.generation
-        trust.remember(store.chain, store.url)
+        trust.remember(store.chain, store.url, trusted=self._trusted)
         return json.dumps({"run": store.run, "generation": self.generation}).encode()
+
+    def _begin_link(
+        self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]
+    ) -> Link | None:
+        """None when somebody else has just begun the chain with another key: ours has to be introduced to it first."""
+        if chain.links and key not in chain.keys:
+            return None
+        return chain.begin(store=self.store.info.digest, origin=choose(chain))
 
     def follow(self, told: bytes, nodes: Nodes) -> None:
         """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
@@ -156,12 +166,23 @@ class Coordinator:
         return b""
 
     def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
-        self.store.must_be_current(self.generation)
+        self._must_go_on_from(chain)
         if (ref.generation, ref.step) in chain.committed:
             raise StepExistsError(
                 f"{self.store.url}: step {ref.step} of generation {ref.generation} is already committed"
             )
         return chain.commit(ref, pinned=pinned)
+
+    def _must_go_on_from(self, chain: Chain) -> None:
+        """Raise unless this generation is the newest, and nothing was added to its chain that our link would vouch for."""
+        self.store.must_be_current(self.generation)
+        since, keys = self._believed
+        link = trust.stranger(chain, chain.trusted_by(keys), since)
+        if link is not None:
+            raise UntrustedError(
+                f"{self.store.url}/{paths.link(link.number)} was signed by key {link.key}, which nobody endorsed, since this "
+                "process began: somebody else writes to this store; nothing more is committed"
+            )
 
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""
@@ -183,7 +204,7 @@ class Coordinator:
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
         if self._store is not None:
-            trust.remember(self._store.chain, self._store.url)
+            trust.remember(self._store.chain, self._store.url, trusted=self._trusted)
 
     def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> str | None:
         """Retire what the new checkpoint replaces, and remove what was retired long enough ago."""
@@ -200,7 +221,7 @@ class Coordinator:
         return None
 
     def _retire_link(self, chain: Chain, new: CheckpointRef) -> Link | None:
-        self.store.must_be_current(self.generation)
+        self._must_go_on_from(chain)
         going = to_retire(chain, self._retention, new)
         return chain.retire(going) if going else None
 

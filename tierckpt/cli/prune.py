@@ -63,6 +63,6 @@ def _must_hold_a_key(store: Store) -> None:
     """A key that the chain does not know would make it untrusted for everybody else: only on request."""
     if not trust.held_keys(store.run, None) & store.chain.keys.keys():
         raise StoreError(
-            f"{store.url}: none of the keys at hand has signed run {store.run}; pass --key with the private key that has, "
-            "or with another one, which the run's readers must then be told to trust"
+            f"{store.url}: no key at hand is one of run {store.run}; pass --key with the private key that signed, "
+            "or with another one that its readers must then be told to trust"
         )

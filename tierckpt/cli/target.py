@@ -34,6 +34,8 @@ def place_at(root: str) -> DiskPlace:
     Raises:
         StoreError: it cannot be reached, or is no store.
     """
+    if not root:
+        raise StoreError("ROOT is empty: name the folder of a store")
     scheme, separator, rest = root.partition("://")
     if separator and scheme != "file":
         raise StoreError(f"{root}: this version keeps stores in folders; {scheme}:// is not supported yet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 import warnings
 from pathlib import Path
@@ -145,20 +146,22 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def _write_new(path: str | os.PathLike[str], data: bytes, mode: int) -> None:
-    """Create the file with all of ``data``, or leave nothing."""
+    """Create the file with all of ``data`` at once, or leave nothing: another process may be waiting to read it."""
+    final = Path(path)
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, final)
+        finally:
+            temporary.unlink()
+        _sync_folder(final.parent)
     except OSError as error:
         raise StoreError(f"{os.fspath(path)}: cannot create the key file: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(Path(path).parent)
-    except OSError as error:
-        Path(path).unlink()
-        raise StoreError(f"{os.fspath(path)}: cannot write the key file: {error.strerror}") from None
 
 
 def _sync_folder(folder: Path) -> None:

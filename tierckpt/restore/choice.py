@@ -67,8 +67,11 @@ def choose(
     def part() -> bytes:
         if group.rank != head.rank:
             return b""
+        if len(group.leaders) == 1:
+            _open(place, opened)  # here, so that what goes wrong is told to all
         if not opened:
             if may_be_empty:
+                believe(_nothing(place, run))  # there must be a chain if one was seen here, or is expected
                 return b"null"
             raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
         store = opened[0]
@@ -100,8 +103,6 @@ class Followed:
 def _follow(group: Group, place: Place, what: str, opened: list[Store]) -> Followed:
     """Which rank's chain to follow. One rank of each node looks; its store is left in ``opened``."""
     if len(group.leaders) == 1:
-        if group.rank == 0:
-            _open(place, opened)
         return Followed(0)
 
     def part() -> bytes:
@@ -139,3 +140,8 @@ def _open(place: Place, opened: list[Store]) -> None:
         opened.append(Store.open(place))
     except IncompleteError:
         opened.clear()
+
+
+def _nothing(place: Place, run: str | None) -> Store:
+    """The store at ``place`` if it has at least a ``tierckpt.json``, else one as empty as the place is."""
+    return Store.find(place) or Store.bare(place, run or "none")

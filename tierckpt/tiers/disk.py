@@ -35,6 +35,8 @@ class DiskPlace(Place):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(os.fspath(root)))
         self.url = str(self.root)
+        #: Folders of which this process knows that a loss of power leaves them there.
+        self._durable: set[str] = set()
 
     def __repr__(self) -> str:
         return f"DiskPlace({self.url!r})"
@@ -43,7 +45,8 @@ class DiskPlace(Place):
         return f"{self.url}/{name}" if name else self.url
 
     def prepare(self) -> None:
-        self._make_folder(self.url)
+        with self._told("", "make the folder"):
+            self._make_folder(self.url)
 
     def exists(self) -> bool:
         return self.root.is_dir()
@@ -105,7 +108,8 @@ class DiskPlace(Place):
                     os.close(fd)
                 created = _publish(temporary, path)
             finally:
-                with contextlib.suppress(FileNotFoundError):
+                # One that stays is collected later; what has its name is there all the same.
+                with contextlib.suppress(OSError):
                     os.unlink(temporary)
             _fsync_folder(folder)
         return created
@@ -147,15 +151,32 @@ class DiskPlace(Place):
                     kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
                     yield FileInfo(name, info.st_size, info.st_mtime, kind)
 
+    def empty_folders(self) -> Iterator[str]:
+        """Folders without files at any depth, outermost only; a process that died while it made or removed files leaves them."""
+        full: set[str] = set()
+        for info in self.list():
+            name = info.name
+            while "/" in name:
+                name = name.rpartition("/")[0]
+                full.add(name)
+        for folder in ("", *sorted(full)):
+            with self._told(folder, "list"), contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
+                names = [f"{folder}/{e.name}" if folder else e.name for e in entries if e.is_dir(follow_symlinks=False)]
+            yield from (name for name in names if name not in full)
+
     def remove(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
             with self._told(name, "remove"), contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path(name))
+                try:
+                    os.unlink(self._path(name))
+                except IsADirectoryError:
+                    folders.add(name)
             while "/" in name:
                 name = name.rpartition("/")[0]
                 folders.add(name)
         for folder in sorted(folders, key=len, reverse=True):
+            self._durable.discard(self._path(folder))
             try:
                 os.rmdir(self._path(folder))
             except OSError as error:
@@ -170,22 +191,32 @@ class DiskPlace(Place):
         return info.f_bavail * info.f_frsize
 
     def _make_folder(self, path: str) -> None:
-        """Make a folder and those above it; each new one is durable in its parent.
+        """Make a folder and those above it, each durable in its parent.
 
-        Many processes may do this at once, on file systems that show each other's folders late: that somebody else has
-        made it is all we need to know.
+        Many processes may do this at once, on file systems that show each other's folders late. One that is there already
+        may be the work of a process that was killed before it was durable, and so may those above it.
         """
+        parent, existed = os.path.dirname(path), False
         try:
             os.mkdir(path, 0o777)
         except FileExistsError:
-            return
+            if path in self._durable:
+                return
+            existed = True
+            if not os.path.ismount(path):
+                self._make_folder(parent)
         except FileNotFoundError:
-            self._make_folder(os.path.dirname(path))
+            self._make_folder(parent)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o777)
         except OSError as error:
             raise StoreError(f"cannot make the folder {path}: {error.strerror}") from error
-        _fsync_folder(os.path.dirname(path))
+        try:
+            _fsync_folder(parent)
+        except PermissionError:  # a folder far above, that we may pass through but not read
+            if not existed:
+                raise
+        self._durable.add(path)
 
     @contextlib.contextmanager
     def _told(self, name: str, verb: str) -> Iterator[None]:
@@ -257,7 +288,8 @@ class _DiskWriter(Writer):
     def abort(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            with contextlib.suppress(OSError):  # tells of a write that failed; the file goes anyway
+                os.close(fd)
         self._place.remove([self.name])
 
 

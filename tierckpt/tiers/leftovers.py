@@ -67,7 +67,10 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
     layouts: list[FileInfo] = []
     for info in store.place.list():
         key = step_of(info.name)
-        if paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
+        if info.kind == "folder":
+            if _abandoned(info.name, chain.generation, own, spared):
+                found.dead.append(info)
+        elif paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
             if now - info.modified >= max(grace, _UNDER_WAY):
                 found.temporary.append(info)
         elif info.kind != "file" or (key is not None and not belongs(info.name)):
@@ -92,6 +95,13 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
     if layouts and not busy:
         found.layouts = _unused(store, layouts, kept)
     return found
+
+
+def _abandoned(folder: str, generation: int, own: int | None, spared: set[tuple[int, int]]) -> bool:
+    """Whether an empty folder was made for a checkpoint that nobody saves any more."""
+    step = paths.parse_step_dir(folder)
+    made_by = step.generation if step is not None else paths.parse_generation_dir(folder)
+    return made_by is not None and (made_by < generation or (step is not None and made_by == own and step not in spared))
 
 
 def step_of(name: str) -> tuple[int, int] | None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tierckpt.config import config_dir
 from tierckpt.errors import StoreError, TierckptError, UntrustedError
-from tierckpt.format.chain import Chain
+from tierckpt.format import paths
+from tierckpt.format.chain import Chain, LinkSummary
 from tierckpt.format.keys import SigningKey, read_public
 
 
@@ -39,15 +40,15 @@ def signing_key(run: str, given: str | os.PathLike[str] | SigningKey | None) -> 
     if path:
         return SigningKey.load(path)
     own = config_dir() / "keys" / f"{run}.pem"
-    if own.exists():
+    if os.path.exists(own):  # Path.exists raises where the user's folder may not be entered
         return SigningKey.load(own)
     key = SigningKey.generate()
     try:
         own.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         key.save(own)
-    except FileExistsError:  # another process of this user was first
-        return SigningKey.load(own)
     except (OSError, StoreError) as error:
+        if own.exists():  # another process of this user was first
+            return SigningKey.load(own)
         warnings.warn(
             f"the signing key of run {run} cannot be kept in {own} ({error}); it lives in this process only, and the next "
             "start will sign with another one. Pass key= or set TIERCKPT_KEY to keep one key.",
@@ -97,11 +98,11 @@ class Pins:
     def load(cls, run: str) -> Pins:
         pins = cls(config_dir() / "known" / f"{run}.json")
         try:
-            text = pins.path.read_text()
+            data = pins.path.read_bytes()
         except OSError:  # never seen, or a home that cannot be read: nothing is pinned
             return pins
         try:
-            known = json.loads(text)
+            known = json.loads(data)
             pins.keys = [str(key) for key in known["keys"]]
             pins.heads = {str(root): (int(number), str(digest)) for root, (number, digest) in known["heads"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -143,36 +144,34 @@ class Trust:
     def problems(self, chain: Chain, root: str, pins: Pins) -> list[str]:
         """What is wrong with a chain whose signatures are valid; empty when it is to be believed."""
         found: list[str] = []
-        if chain.head is None:
-            return found
-        head, signer = chain.head, chain.links[-1].key
-        digests = {link.digest for link in chain.links}
         base = self.base(pins)
-        if base is not None:
-            if signer not in chain.trusted_by(base):
-                where = "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
-                found.append(
-                    f"{root}: the newest link, {head.number}, is signed by key {signer}, which is neither "
-                    f"among {where} ({', '.join(sorted(base))}) nor endorsed by one of these"
-                )
+        link = stranger(chain, chain.trusted_by(base)) if base is not None else None
+        if base is not None and link is not None:
+            where = "trust= (TIERCKPT_TRUST)" if self.keys is not None else f"what is pinned in {pins.path}"
+            found.append(
+                f"{root}/{paths.link(link.number)} is signed by key {link.key}, which is neither among {where} "
+                f"({', '.join(sorted(base))}) nor endorsed by one of these. If it is yours (a lost key), trust it: "
+                f"--trust {link.key}"
+            )
+        end = f"the chain ends with link {chain.head.number}, {chain.head.digest}" if chain.head else "there is no chain"
+        digests = {link.digest for link in chain.links}
         if self.expect_head is not None and self.expect_head not in digests:
             found.append(
-                f"{root}: no link of the chain has the expected digest {self.expect_head}; the chain ends with link "
-                f"{head.number}, {head.digest}: it was rolled back, truncated or replaced"
+                f"{root}: no link of the chain has the expected digest {self.expect_head}; {end}: "
+                "it was rolled back, truncated or replaced"
             )
         pinned = pins.heads.get(root)
         if pinned is not None and self.expect_head is None and pinned[1] not in digests:
             found.append(
-                f"{root}: link {pinned[0]} with digest {pinned[1]}, seen here before, is not in the chain, which ends with "
-                f"link {head.number}: it was rolled back, truncated or replaced. If you did this yourself, "
-                f"remove {pins.path}"
+                f"{root}: link {pinned[0]} with digest {pinned[1]}, seen here before, is not in the chain; {end}: it was "
+                f"rolled back, truncated or replaced. If you did this yourself, remove {pins.path}"
             )
         return found
 
     def base(self, pins: Pins) -> frozenset[str] | None:
         """Keys to start from; None when nothing is known and the first use decides."""
         if self.keys is not None:
-            return self.keys
+            return self.keys | self.held
         return frozenset(pins.keys) | self.held if pins.keys else None
 
     def check(self, chain: Chain, root: str, *, pin: bool = True) -> None:
@@ -186,15 +185,33 @@ class Trust:
         if found:
             raise UntrustedError("; ".join(found))
         if pin:
-            remember(chain, root, pins)
+            remember(chain, root, pins, self.keys)
 
 
-def remember(chain: Chain, root: str, pins: Pins | None = None) -> None:
-    """Pin the keys and the head of a chain that is believed."""
+def stranger(chain: Chain, trusted: frozenset[str], since: int = 0) -> LinkSummary | None:
+    """The first link from number ``since`` on that no trusted key answers for.
+
+    What stands before the first link that a trusted key signed was there when its holder began to sign, and was believed
+    then. Later links must be signed by trusted keys, each of them: a commit between two good links is not good.
+    """
+    began = next((link.number for link in chain.links if link.key in trusted), 0)
+    later = chain.links[max(began, since) :]
+    return next((link for link in later if link.key not in trusted), None)
+
+
+def remember(chain: Chain, root: str, pins: Pins | None = None, trusted: frozenset[str] | None = None) -> None:
+    """Pin the keys and the head of a chain that is believed.
+
+    A key that nobody endorsed is pinned only if it is among those that the user trusts explicitly, ``trusted``; while a
+    chain has another such key, its first use pins no keys.
+    """
     if chain.run is None or chain.head is None:
         return
     pins = pins or Pins.load(chain.run)
-    keys = sorted(chain.trusted_by([*pins.keys, chain.links[-1].key]))
+    known = set(pins.keys) | (trusted or frozenset())
+    if not known and all(chain.keys.values()):
+        known = set(chain.keys)
+    keys = sorted(set(pins.keys) | (chain.trusted_by(known) & chain.keys.keys()))
     head = (chain.head.number, chain.head.digest)
     if keys != pins.keys or pins.heads.get(root) != head:
         pins.keys, pins.heads[root] = keys, head

@@ -134,7 +134,7 @@ def _check_trust(store: Store, trust: Trust, report: Report) -> None:
         report.notes.append(f"key {chain.links[0].key} is trusted on first use; pass --trust to pin it explicitly")
     believed = chain.trusted_by(base) if base is not None else frozenset()
     for key, endorsed in chain.keys.items():
-        if not endorsed and key not in believed:
+        if not endorsed and key not in believed and not any(key in message for message in found):
             number = next(link.number for link in chain.links if link.key == key)
             report.problems.append(
                 {
@@ -144,7 +144,7 @@ def _check_trust(store: Store, trust: Trust, report: Report) -> None:
                 }
             )
     if report.ok:
-        remember(chain, store.url, pins)
+        remember(chain, store.url, pins, trust.keys)
 
 
 def _chosen(store: Store, step: int | None, every: bool, report: Report) -> list[CheckpointRef]:
