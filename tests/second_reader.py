@@ -118,6 +118,7 @@ class Chain:
         need(info["chunk"] == C and info["digest"] == "blake3-256", "tierckpt.json: unknown chunks")
         self.run, self.store = info["run"], H("store", data).hex()
         self.live, self.committed, self.begins, self.keys, self.generation = {}, set(), {}, {}, 0
+        self.roots = {}
         names = {path.name for path in Path(store, "chain").glob("*.json") if not path.name.startswith(".")}
         need(names == {link_name(n)[6:] for n in range(len(names))} and names, "chain/: numbers are missing")
         self.head = None
@@ -134,7 +135,7 @@ class Chain:
         name = link_name(number)
         value, data = document(store, name, "link", "body signature")
         body, action = value["body"], value["body"]["action"]
-        own = {"begin": "generation from store", "commit": "checkpoint pinned", "retire": "checkpoints"}
+        own = {"begin": "generation from store", "commit": "checkpoint pinned roots", "retire": "checkpoints"}
         own["key"] = "introduces"
         need(set(body) == set(f"action key live number previous run time {own[action]}".split()), name, "keys")
         need(body["number"] == number and body["run"] == self.run, name, "is not of this place or run")
@@ -164,6 +165,7 @@ class Chain:
             )
             self.committed.add((generation, step))
             self.live[number] = body["checkpoint"]
+            self.roots[self.id(body["checkpoint"])] = body["roots"]
         elif action == "retire":
             gone = [self.id(checkpoint) for checkpoint in body["checkpoints"]]
             need(gone and len(set(gone)) == len(gone) and set(gone) <= set(here), name, "wrong retire")
@@ -318,7 +320,8 @@ class Layout:
 
 
 class Checkpoint:
-    def __init__(self, store, run, ref):
+    def __init__(self, store, chain, ref):
+        run, roots = chain.run, chain.roots[chain.id(ref)]
         name = step_dir(ref) + "/manifest.json"
         keys = "generation layout metadata requires run shards step world"
         self.manifest, data = document(store, name, "manifest", keys)
@@ -336,8 +339,11 @@ class Checkpoint:
         for tensor in self.layout.pieces:
             dtype, shape, _ = self.layout.tensors[tensor]
             self.bytes[tensor] = bytearray(math.prod(shape) * SIZES[dtype])
+        here = {s["rank"] for s in self.manifest["shards"] if self.any_of(store, step_dir(ref), s["rank"])}
+        own = [set(ranges(r)) for r in roots if set(ranges(r)) & here]
         for shard in self.manifest["shards"]:
-            self.read(store, step_dir(ref), shard)
+            if not own or any(shard["rank"] in ranks for ranks in own):
+                self.read(store, step_dir(ref), shard)
 
     def read(self, store, folder, shard):
         m, rank, name = self.manifest, shard["rank"], f"{folder}/shard-{shard['rank']:05d}.safetensors"
@@ -384,6 +390,9 @@ class Checkpoint:
                 name,
                 "names in the blob",
             )
+
+    def any_of(self, store, folder, rank):
+        return any(Path(store, folder, f"shard-{rank:05d}.{end}").exists() for end in ("safetensors", "receipt.json"))
 
     def scatter(self, tensor, offset, size, data):
         dtype, shape, _ = self.layout.tensors[tensor]
@@ -497,7 +506,7 @@ def read_store(path: Any, step: int | None = None, trust: Any = None) -> Any:
     chain = Chain(path, trust)
     found = [ref for ref in chain.lineage() if step is None or ref["step"] == step]
     need(found, "there is no such checkpoint")
-    return Checkpoint(path, chain.run, found[0]).tree()
+    return Checkpoint(path, chain, found[0]).tree()
 
 
 def verify_store(path: Any) -> list[str]:
@@ -510,7 +519,7 @@ def verify_store(path: Any) -> list[str]:
     for ref in chain.live.values():
         folder = step_dir(ref)
         try:
-            checkpoint = Checkpoint(path, chain.run, ref)
+            checkpoint = Checkpoint(path, chain, ref)
         except (Bad, KeyError, TypeError, ValueError, LookupError, struct.error) as error:
             problems.append(f"{folder}: {error}")
             continue

@@ -31,6 +31,10 @@ class StoreError(TierckptError):
     """Storage refused an operation. The message names the path and the cause."""
 
 
+class LostContactError(StoreError):
+    """Another rank died or did not come in time. What it was about to do may or may not have happened."""
+
+
 class ArenaFullError(TierckptError):
     """No slot is free. The message says what is needed, what is held and the budget."""
 

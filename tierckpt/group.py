@@ -21,7 +21,7 @@ from typing import Any
 
 from tierckpt import errors
 from tierckpt.config import ANSWER_SECONDS
-from tierckpt.errors import StoreError, TierckptError
+from tierckpt.errors import LostContactError, TierckptError
 
 #: Up to so many ranks that have something to say are heard one after the other.
 _FEW = 4
@@ -76,7 +76,7 @@ class Group:
         try:
             self._pg = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise StoreError(
+            raise LostContactError(
                 f"rank {self.rank}: the ranks of the group could not be reached, or did not all come within "
                 f"{self.timeout:g} s (TIERCKPT_TIMEOUT): {error}"
             ) from error
@@ -96,7 +96,7 @@ class Group:
         """What every rank passed, in rank order. Collective.
 
         Raises:
-            StoreError: a rank is gone, or did not come within the time-out.
+            LostContactError: a rank is gone, or did not come within the time-out.
         """
         if self.size == 1:
             return [payload]
@@ -146,12 +146,14 @@ class Group:
     def _contact(self) -> Iterator[None]:
         """What goes wrong between the ranks becomes an error of ours, on all of them."""
         if self._pg is None:
-            raise StoreError(f"rank {self.rank}: contact with the other ranks of the group was lost or given up before")
+            raise LostContactError(
+                f"rank {self.rank}: contact with the other ranks of the group was lost or given up before"
+            )
         try:
             yield
         except RuntimeError as error:
             self.close()  # so that those who wait for us notice at once
-            raise StoreError(
+            raise LostContactError(
                 f"rank {self.rank}: {self._who_is_gone()}; a rank has died, or did not come within {self.timeout:g} s "
                 f"(TIERCKPT_TIMEOUT): {error}"
             ) from error
@@ -166,10 +168,10 @@ class Group:
                 time.sleep(0.05)
             gone = self._absent(range(self.size))
         except RuntimeError:
-            return "contact with another rank was lost, and the rendezvous store, which could tell which, is gone too"
+            return "lost contact with another rank and with the rendezvous store, which could tell with which"
         if not gone:
-            return "contact with another rank was lost, although all of them are there"
-        return f"lost rank {_ranks(gone)}" if len(gone) == 1 else f"lost ranks {_ranks(gone)}"
+            return "lost contact with another rank, although all of them are there"
+        return f"lost contact with rank{'s' if len(gone) > 1 else ''} {_ranks(gone)}"
 
     def _absent(self, ranks: range) -> list[int]:
         """Those that have not said that they are there, found by halving: few are missing as a rule."""
@@ -193,6 +195,7 @@ class Group:
 
         Raises:
             TierckptError: the error of the lowest rank that failed, by its own type, naming all ranks that failed.
+            LostContactError: a rank is gone; whether others got every result is not known.
         """
         mine: Exception | None = None
         try:

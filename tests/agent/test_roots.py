@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import tierckpt
 from tests.harness import run_ranks
+from tests.second_reader import verify_store
 from tierckpt import Checkpointer
 from tierckpt.agent import roots
 
@@ -68,6 +69,10 @@ def test_each_node_has_the_chain_and_its_own_shards(tmp_path: Path) -> None:
         own = {name for name in files[rank] - common}
         assert {name for name in own if f"shard-{rank:05d}" not in name} == set(), own
         assert tierckpt.steps(tmp_path / f"node{rank}") == [1, 2]
+        report = tierckpt.verify(tmp_path / f"node{rank}", every=True)
+        assert report.ok, report.problems
+        assert any("held by other nodes" in note for note in report.notes)
+        assert verify_store(tmp_path / f"node{rank}") == []
     assert run_ranks(_train, 3, str(tmp_path), [3], env=_nodes(3)) == [(2, True)] * 3
 
 
@@ -84,6 +89,14 @@ def test_a_new_node_gets_the_chain_and_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "node0").rename(tmp_path / "node2")
     assert run_ranks(_train, 3, str(tmp_path), [3], env=_nodes(3)) == [(2, True)] * 3
     assert tierckpt.steps(tmp_path / "node0") == [1, 2, 3]
+
+
+def test_a_shard_missing_from_its_own_node_is_no_shard_held_elsewhere(tmp_path: Path) -> None:
+    run_ranks(_train, 2, str(tmp_path), [1], env=_nodes(2))
+    (tmp_path / "node1/g0001/s000000000001/shard-00001.safetensors").unlink()
+    report = tierckpt.verify(tmp_path / "node1")
+    assert [problem["kind"] for problem in report.problems] == ["incomplete"]
+    assert "shard-00001.safetensors is missing" in report.problems[0]["message"]
 
 
 def test_what_no_node_has_is_named(tmp_path: Path) -> None:

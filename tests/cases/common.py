@@ -1,6 +1,7 @@
 """States, comparisons and storage faults that the cases share.
 
-Faults are put where the package meets the operating system, in the process under test; the engine has no hooks for them.
+Faults are put where the package meets the operating system, in the process under test; the engine has no hooks for
+them.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def on_write(fault: Fault) -> Callable[[], None]:
         fault(os.readlink(f"/proc/self/fd/{fd}"))
         original(fd, data, offset)
 
-    _native.write_at = write_at
+    _native.write_at = write_at  # type: ignore[assignment]
 
     def undo() -> None:
         _native.write_at = original

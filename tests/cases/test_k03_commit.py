@@ -21,7 +21,7 @@ from tierckpt import Checkpointer, Disk
 
 
 def _dies_while_writing(rank: int, root: str, part: str) -> None:
-    """Saves 1, then 2, whose first write to a file whose name has ``part`` in it never returns; looks on, and is killed."""
+    """Saves 1, then 2, whose first write to a file with ``part`` in its name never returns; looks on, and is killed."""
     ckpt = Checkpointer(root, tiers=[Disk(keep=1, grace=0)], agent="off")
     ckpt.save(1, state(1)).wait()
     blocked = threading.Event()

@@ -1,4 +1,4 @@
-"""K04: the resume point is the newest checkpoint by number that is whole, the same on all ranks, or an error that says why."""
+"""K04: the resume point is the newest whole checkpoint by number, the same on all ranks, or an error that says why."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _shards_do_not_fit(rank: int, root: str) -> list[tuple[str, bool]]:
     tierckpt.save({"w": distribute_tensor(_SAVED, mesh, [Shard(0)]), "v": torch.ones(2)}, root, 1)
     found = []
     for shape in _SHAPES:
-        template = {"w": distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]), "v": torch.zeros(2)}
+        template: dict[str, Any] = {"w": distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]), "v": torch.zeros(2)}
         with pytest.raises(LayoutError) as caught:
             tierckpt.load(template, root)
         clean = not template["w"].to_local().any() and not template["v"].any()
@@ -101,9 +101,7 @@ _REFUSED = {("w64", torch.int8), ("i", torch.int8), ("f", torch.int8)}
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(_WIDE))
-def test_c41_cast_is_what_torch_does_but_never_wraps_an_integer(
-    tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
+def test_c41_cast_is_what_torch_does_but_never_wraps_an_integer(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     tierckpt.save(_WIDE, tmp_path, 1)
     template = _templates(name, dtype)
     if (name, dtype) in _REFUSED:

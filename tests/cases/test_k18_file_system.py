@@ -93,7 +93,7 @@ def _renames_fail(rank: int, root: str) -> tuple[list[str], list[int], list[floa
         links.append(os.path.relpath(new, root))
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
 
-    os.rename, os.replace, os.link = refused, replaced, repeated
+    os.rename, os.replace, os.link = refused, replaced, repeated  # type: ignore[assignment]
     for step in (1, 2, 3):
         tierckpt.save(sharded(float(step)), root, step)
     template = sharded(-1.0)
@@ -214,9 +214,7 @@ def test_c115_a_file_that_may_not_grow_fails_the_save_and_no_more(tmp_path: Path
     assert holds(found, 1)
 
 
-def test_c115_space_is_looked_at_before_a_byte_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c115_space_is_looked_at_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tierckpt.save(_megabytes(1, 1), tmp_path, 1)
     before = files(tmp_path)
     monkeypatch.setattr(DiskPlace, "free", lambda self: 5 * _MB)

@@ -83,7 +83,7 @@ def _two_groups(rank: int, base: str) -> list[str]:
 
 def test_c119_two_groups_of_one_job_never_mix(tmp_path: Path) -> None:
     told = run_ranks(_two_groups, 4, str(tmp_path))
-    assert told[0] == told[1] or all(("saved" == a) == ("saved" == b) for a, b in zip(told[0], told[1], strict=True))
+    assert told[0] == told[1] or all((a == "saved") == (b == "saved") for a, b in zip(told[0], told[1], strict=True))
     for n in range(_ROOTS):
         root = tmp_path / str(n)
         saved = [value for value in (0, 1) if told[2 * value][n] == "saved"]

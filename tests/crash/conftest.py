@@ -59,7 +59,11 @@ class Bench:
 
     def points(self, folder: str) -> list[int]:
         """Numbers of the calls below ``store`` or ``user``."""
-        return [number for number, one in enumerate(self.operations) if (one.path.split("/")[0] == "user") == (folder == "user")]
+        return [
+            number
+            for number, one in enumerate(self.operations)
+            if (one.path.split("/")[0] == "user") == (folder == "user")
+        ]
 
     def reset(self) -> None:
         losses.mirror(self.template, self.base)

@@ -198,7 +198,14 @@ def persevere(base: str, large: bool, at: int, error: int, removes: bool) -> lis
 
 
 def look(
-    base: str, scenario: str | None, large: bool, *, succeeded: bool = False, tidy: bool = True, trusted: bool = True, all_stay: bool = False
+    base: str,
+    scenario: str | None,
+    large: bool,
+    *,
+    succeeded: bool = False,
+    tidy: bool = True,
+    trusted: bool = True,
+    all_stay: bool = False,
 ) -> list[str]:
     """What is wrong with a base after an interruption; empty when all is well.
 

@@ -19,7 +19,6 @@ from tests.crash.scenarios import INTERRUPTED
 from tests.crash.workshop import KILL
 
 
-
 def _lost(bench: Bench, logs: list[Path] | None = None, within: str = "store", **how: Any) -> list[str]:
     """What is wrong in the states that the loss of unsynced changes below ``within`` can leave."""
     told = bench.do(

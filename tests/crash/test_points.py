@@ -62,7 +62,9 @@ def test_every_crash_point(benches: Benches, scenario: str, folder: str) -> None
 def test_every_cut_write(benches: Benches, scenario: str) -> None:
     """The kernel takes half of a write, then the process is gone."""
     bench = benches(scenario, large=True)
-    points = [point for point in bench.points("store") + bench.points("user") if bench.operations[point].name == "write"]
+    points = [
+        point for point in bench.points("store") + bench.points("user") if bench.operations[point].name == "write"
+    ]
     assert _killed(bench, TEAR, points) == []
 
 
@@ -75,5 +77,7 @@ def test_short_writes_are_continued(benches: Benches, large: bool) -> None:
             bench.reset()
             told = bench.do("perform", scenario="further", mode=SHORTEN, at=point)
             assert isinstance(told, dict)
-            wrong += [f"short at [{point}] {operation}: {problem}" for problem in bench.look(succeeded=True, tidy=False)]
+            wrong += [
+                f"short at [{point}] {operation}: {problem}" for problem in bench.look(succeeded=True, tidy=False)
+            ]
     assert wrong == []

@@ -78,7 +78,18 @@ def compile_shim(folder: Path) -> Path:
     """Build the shim into ``folder``."""
     target = folder / "shim.so"
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", str(target), str(HERE / "shim.c"), "-ldl", "-pthread"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-o",
+        str(target),
+        str(HERE / "shim.c"),
+        "-ldl",
+        "-pthread",
+    ]
     subprocess.run(command, check=True)
     return target
 
@@ -134,8 +145,6 @@ class Workshop:
 def _serve() -> None:
     sys.path.insert(0, str(HERE.parent.parent))
     # What the package imports late, it would import anew in each child.
-    import cryptography.hazmat.primitives.asymmetric.ed25519
-    import cryptography.hazmat.primitives.serialization
     import torch
 
     from tests.crash import scenarios

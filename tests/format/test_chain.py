@@ -70,14 +70,19 @@ def test_golden() -> None:
     assert link.encode().decode() == (
         '{"body":{"action":"commit","checkpoint":{"generation":1,"id":"' + "1d" * 32 + '","step":1200},'
         '"key":"19bf44096984cdfe8541bac167dc3b96c85086aa30b6b6cb0c5c38ad703166e1","live":[[2,3],[7,7]],"number":7,'
-        '"pinned":true,"previous":"' + "0a" * 32 + '","run":"run-1","time":"2026-01-02T03:04:05.000006Z"},'
+        '"pinned":true,"previous":"' + "0a" * 32 + '","roots":[],"run":"run-1","time":"2026-01-02T03:04:05.000006Z"},'
         '"format":1,"kind":"link","signature":"' + "A" * 86 + '=="}'
     )
     assert link.signed_bytes().startswith(b'tierckpt 1 link\0{"action":"commit","checkpoint":{"generation":1,')
-    assert link.digest == "56df0a0e10c353a899bfd7b080fbdfa1ecedd86294722a3e687135de4dd6a57a"
+    assert link.digest == "867609fcad72ffc3a98efb2c77324d692b867272d1186718b5ae12ee84fbdf02"
 
 
-BODIES = [Begin(2, None, STORE), Begin(3, ref(5), STORE), Commit(ref(1)), Retire((ref(1), ref(2))), KeyLink("ab" * 32)]
+BODIES = [
+    Begin(2, None, STORE),
+    Begin(3, ref(5), STORE),
+    Commit(ref(1)),
+    Commit(ref(1), roots=(((0, 1), (4, 4)), ((2, 3),))),
+    Retire((ref(1), ref(2))), KeyLink("ab" * 32)]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
@@ -368,6 +373,10 @@ def changed(edit: Callable[[dict[str, Any]], None]) -> bytes:
         ("time", "२०२६-01-02T03:04:05.000006Z"),
         ("time", None),
         ("pinned", 1),
+        ("roots", None),
+        ("roots", [[[0, 3]]]),
+        ("roots", [[[0, 3]], [[3, 4]]]),
+        ("roots", [[[0, 3]], []]),
         ("checkpoint", {"generation": 0, "step": 1, "id": "ab" * 32}),
         ("checkpoint", {"generation": 1, "step": -1, "id": "ab" * 32}),
         ("checkpoint", {"generation": 1, "step": 1, "id": "ab"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -11,7 +12,15 @@ from collections.abc import Callable, Iterable
 
 from tierckpt.agent.roots import Nodes, one_root, spread_begin
 from tierckpt.config import FREE_MARGIN, Retention
-from tierckpt.errors import IncompleteError, IntegrityError, StepExistsError, StoreError, TierckptError
+from tierckpt.errors import (
+    FencedError,
+    IncompleteError,
+    IntegrityError,
+    StepExistsError,
+    StoreError,
+    TierckptError,
+    UntrustedError,
+)
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, CheckpointRef, Link
 from tierckpt.format.keys import SigningKey
@@ -48,7 +57,10 @@ class Coordinator:
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
         self._key: SigningKey | None = None
-        self._believed: tuple[int, frozenset[str]] = 0, frozenset()  # links seen when we began, and the keys that may sign
+        self._believed: tuple[int, frozenset[str]] = (
+            0,
+            frozenset(),
+        )  # links seen when we began, and the keys that may sign
         self.roots = one_root(1)
 
     @property
@@ -87,9 +99,7 @@ class Coordinator:
         trust.remember(store.chain, store.url, trusted=self._trusted)
         return json.dumps({"run": store.run, "generation": self.generation}).encode()
 
-    def _begin_link(
-        self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]
-    ) -> Link | None:
+    def _begin_link(self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]) -> Link | None:
         """None when somebody else has just begun the chain with another key: ours has to be introduced to it first."""
         if chain.links and key not in chain.keys:
             return None
@@ -141,8 +151,11 @@ class Coordinator:
         try:
             self.keep_documents(manifest, layout)
             link = store.publish(lambda chain: self._commit_link(chain, ref, pinned=pinned), key)
-        except BaseException:
+        except BaseException as error:
             self._give_back(ref)
+            fenced = self.fenced()
+            if fenced:
+                raise FencedError(fenced) from error
             raise
         assert link is not None
         problem = self._retire(ref, manifest, key)
@@ -171,7 +184,7 @@ class Coordinator:
             raise StepExistsError(
                 f"{self.store.url}: step {ref.step} of generation {ref.generation} is already committed"
             )
-        return chain.commit(ref, pinned=pinned)
+        return chain.commit(ref, pinned=pinned, roots=self.roots.ranges())
 
     def _must_go_on_from(self, chain: Chain) -> None:
         """Raise unless this generation is the newest, and nothing was added to its chain that our link would vouch for."""
@@ -183,6 +196,17 @@ class Coordinator:
                 f"{self.store.url}/{paths.link(link.number)} was signed by key {link.key}, which nobody endorsed, since this "
                 "process began: somebody else writes to this store; nothing more is committed"
             )
+
+    def fenced(self) -> str:
+        """Why this process can commit nothing any more; empty if it can, or where that cannot be told."""
+        if self._store is not None:
+            with contextlib.suppress(StoreError, IntegrityError, UntrustedError):  # told of when it matters
+                self._store.refresh()
+            try:
+                self._store.must_be_current(self.generation)
+            except FencedError as error:
+                return str(error)
+        return ""
 
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""
@@ -203,7 +227,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
-        if self._store is not None:
+        if self._store is not None and self.generation:  # else the chain was not believed
             trust.remember(self._store.chain, self._store.url, trusted=self._trusted)
 
     def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> str | None:

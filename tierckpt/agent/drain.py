@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
-from tierckpt.errors import StoreError
+from tierckpt.errors import FencedError, LostContactError, StoreError
 from tierckpt.format import paths
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
@@ -112,9 +112,16 @@ class Drain:
         try:
             entries = self._ranks.vote(what, lambda: self._write(job))
             manifest = self._manifest(job, entries)
-        except BaseException:
+        except LostContactError:
+            # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
+            raise
+        except BaseException as error:
             # Every rank removes its own; nobody writes any more once the vote is over.
             self._coordinator.discard(job.step, self._ranks.rank)
+            # A newer generation removes what older ones have not finished: then this is why.
+            fenced = self._ranks.vote(what, lambda: self._coordinator.fenced().encode())[0].decode()
+            if fenced:
+                raise FencedError(fenced) from error
             raise
         written = time.perf_counter()
         assert isinstance(job.shard, Shard)

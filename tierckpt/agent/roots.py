@@ -18,6 +18,7 @@ from typing import Protocol
 from tierckpt.config import PROBE_SECONDS
 from tierckpt.errors import StoreError
 from tierckpt.format import paths
+from tierckpt.format.links import Ranges, to_ranges
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store, put
 
@@ -48,6 +49,10 @@ class Roots:
     def members(self, leader: int) -> list[int]:
         """The ranks whose shards are in the folder that ``leader`` keeps."""
         return [rank for rank, its in enumerate(self.of) if its == leader]
+
+    def ranges(self) -> list[Ranges]:
+        """For each folder its ranks, as a commit link says it: nothing when there is one folder."""
+        return [to_ranges(self.members(leader)) for leader in self.leaders] if len(self.leaders) > 1 else []
 
 
 def one_root(size: int) -> Roots:

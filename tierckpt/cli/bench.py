@@ -49,7 +49,7 @@ class _Figure:
         return {"name": self.name, "gb_per_s": ours, "plain_gb_per_s": plain, "ratio": ours / plain}
 
 
-@click.command()
+@click.command(short_help="Measure saving and loading in a folder.")
 @click.argument("root", default=".", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path))
 @click.option(
     "--size",

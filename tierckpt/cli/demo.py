@@ -9,7 +9,7 @@ import click
 from tierckpt.cli.needs import needs_torch
 
 
-@click.command()
+@click.command(short_help="Train, kill, resume, compare.")
 @click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 @click.option("--keep", is_flag=True, help="Leave the temporary folder.")
 def command(folder: Path | None, keep: bool) -> int:

@@ -60,7 +60,7 @@ class _Other:
         return {"step": self.step, "generation": self.generation, "state": self.state, "reason": self.reason}
 
 
-@click.command()
+@click.command(short_help="Say what a restore would take, and why nothing newer.")
 @root_argument
 @json_option
 @reports_data_errors(head=None, restore=None, candidates=[], others=[])

@@ -42,7 +42,7 @@ _ROWS = 100
 _SHORT = 200
 
 
-@click.command()
+@click.command(short_help="Show what a checkpoint holds.")
 @root_argument
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="This step instead of the newest.")
 @click.option("--tensors", "pattern", metavar="GLOB", help="All tensors whose dotted name matches, no others.")

@@ -11,7 +11,7 @@ from tierckpt.errors import StoreError
 from tierckpt.format.keys import SigningKey
 
 
-@click.command()
+@click.command(short_help="Make a key pair that signs a run.")
 @click.argument("path", type=click.Path(path_type=Path))
 def command(path: Path) -> int:
     """Write a new private key to PATH, readable by you alone, and its public half to PATH.pub.

@@ -28,7 +28,7 @@ from tierckpt.tiers.store import Store
 _SHORT = 60
 
 
-@click.command()
+@click.command(short_help="List the checkpoints.")
 @root_argument
 @json_option
 @reports_data_errors(head=None, checkpoints=[])

@@ -16,7 +16,7 @@ from tierckpt.tiers import trust
 from tierckpt.tiers.store import Store
 
 
-@click.command()
+@click.command(short_help="Retire old checkpoints, remove left-overs.")
 @root_argument
 @click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Retire all but the N newest.")
 @click.option(

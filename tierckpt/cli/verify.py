@@ -19,7 +19,7 @@ def _digest(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     return value.lower() if value is not None else None
 
 
-@click.command()
+@click.command(short_help="Check the chain and every byte.")
 @root_argument
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="This step instead of the newest.")
 @click.option("--all", "every", is_flag=True, help="Check every checkpoint.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tierckpt.errors import IntegrityError, UntrustedError
@@ -89,6 +89,8 @@ class Chain:
         """By generation."""
         self.committed: dict[tuple[int, int], str] = {}
         """The ids of all checkpoints ever committed, by generation and step."""
+        self.roots: dict[CheckpointRef, tuple[Ranges, ...]] = {}
+        """Of live checkpoints whose shards are in several folders: which ranks' are together."""
         self.pinned: set[CheckpointRef] = set()
         """Live checkpoints that retention keeps."""
         self.retired: dict[CheckpointRef, Retired] = {}
@@ -187,6 +189,8 @@ class Chain:
             self._origins.clear()
             if body.pinned:
                 self.pinned.add(checkpoint)
+            if body.roots:
+                self.roots[checkpoint] = body.roots
             self.committed[checkpoint.generation, checkpoint.step] = checkpoint.id
             self.live[link.number] = checkpoint
             self._numbers[checkpoint] = link.number
@@ -196,6 +200,7 @@ class Chain:
                 del self.live[self._numbers.pop(checkpoint)]
                 del self._live[checkpoint.generation][checkpoint.step]
                 self.pinned.discard(checkpoint)
+                self.roots.pop(checkpoint, None)
                 self.retired[checkpoint] = Retired(link.number, link.time)
         else:
             self._introduced[body.introduces] = None
@@ -262,9 +267,16 @@ class Chain:
         """
         return self._next(Begin(self.generation + 1, origin, store), time)
 
-    def commit(self, checkpoint: CheckpointRef, *, pinned: bool = False, time: str | None = None) -> Link:
-        """The link that commits a checkpoint, which retention keeps for ever if it is pinned."""
-        return self._next(Commit(checkpoint, pinned), time)
+    def commit(
+        self,
+        checkpoint: CheckpointRef,
+        *,
+        pinned: bool = False,
+        roots: Sequence[Ranges] = (),
+        time: str | None = None,
+    ) -> Link:
+        """The link that commits a checkpoint, which retention keeps for ever if it is pinned; ``roots`` as in `Commit`."""
+        return self._next(Commit(checkpoint, pinned, tuple(roots)), time)
 
     def retire(self, checkpoints: Iterable[CheckpointRef], *, time: str | None = None) -> Link:
         """The link that retires live checkpoints."""

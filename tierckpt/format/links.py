@@ -13,11 +13,15 @@ from typing import NamedTuple, TypeAlias
 
 from tierckpt.errors import IntegrityError, UntrustedError
 from tierckpt.format import canonical, digest, keys, store
-from tierckpt.format.canonical import JSON, Fields
+from tierckpt.format.canonical import JSON, MAX_INTEGER, Fields
 
 _PREFIX = b"tierckpt 1 link\0"  # of what is signed
 _SIGNATURE = 64  # bytes
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}Z", re.ASCII)
+
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Numbers as ascending, disjoint, non-adjacent ranges [first, last]."""
 
 
 class CheckpointRef(NamedTuple):
@@ -48,10 +52,14 @@ class Begin:
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint is complete and durable here. Retention keeps it for ever if it is ``pinned``."""
+    """A checkpoint is complete and durable here. Retention keeps it for ever if it is ``pinned``.
+
+    ``roots``: the ranks whose shards are in one folder, for each folder; empty when all are in the same.
+    """
 
     checkpoint: CheckpointRef
     pinned: bool = False
+    roots: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,11 @@ Body: TypeAlias = Begin | Commit | Retire | KeyLink
 ACTIONS: dict[type, str] = {Begin: "begin", Commit: "commit", Retire: "retire", KeyLink: "key"}
 _KEYS = {
     "begin": ("generation", "from", "store"),
-    "commit": ("checkpoint", "pinned"),
+    "commit": ("checkpoint", "pinned", "roots"),
     "retire": ("checkpoints",),
     "key": ("introduces",),
 }
 _COMMON = ("action", "key", "live", "number", "previous", "run", "time")
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Numbers as ascending, disjoint, non-adjacent ranges [first, last]."""
 
 
 def to_ranges(numbers: Iterable[int]) -> Ranges:
@@ -243,10 +248,21 @@ def _encode_body(body: Body) -> dict[str, JSON]:
         origin = body.origin.encode() if body.origin else None
         return {"generation": body.generation, "from": origin, "store": body.store}
     if isinstance(body, Commit):
-        return {"checkpoint": body.checkpoint.encode(), "pinned": body.pinned}
+        roots: list[JSON] = [encode_ranges(ranges) for ranges in body.roots]
+        return {"checkpoint": body.checkpoint.encode(), "pinned": body.pinned, "roots": roots}
     if isinstance(body, Retire):
         return {"checkpoints": [checkpoint.encode() for checkpoint in body.checkpoints]}
     return {"introduces": body.introduces}
+
+
+def _decode_roots(fields: Fields) -> tuple[Ranges, ...]:
+    what = f"{fields.what}: roots"
+    roots = tuple([decode_ranges(item, what=what, below=MAX_INTEGER) for item in fields.array("roots")])
+    spans = sorted(span for ranges in roots for span in ranges)
+    disjoint = all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+    if len(roots) == 1 or not all(roots) or not disjoint:
+        raise fields.wrong("roots", "nothing, or at least two disjoint lists of ranks")
+    return roots
 
 
 def _decode_body(action: str, fields: Fields) -> Body:
@@ -260,7 +276,7 @@ def _decode_body(action: str, fields: Fields) -> Body:
         )
     if action == "commit":
         checkpoint = CheckpointRef.decode(fields.value("checkpoint"), what=f"{what}: checkpoint")
-        return Commit(checkpoint, fields.boolean("pinned"))
+        return Commit(checkpoint, fields.boolean("pinned"), _decode_roots(fields))
     if action == "retire":
         items = fields.array("checkpoints")
         if not items:

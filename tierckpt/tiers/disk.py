@@ -151,18 +151,16 @@ class DiskPlace(Place):
                     kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
                     yield FileInfo(name, info.st_size, info.st_mtime, kind)
 
-    def empty_folders(self) -> Iterator[str]:
-        """Folders without files at any depth, outermost only; a process that died while it made or removed files leaves them."""
-        full: set[str] = set()
-        for info in self.list():
-            name = info.name
-            while "/" in name:
-                name = name.rpartition("/")[0]
-                full.add(name)
-        for folder in ("", *sorted(full)):
-            with self._told(folder, "list"), contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
-                names = [f"{folder}/{e.name}" if folder else e.name for e in entries if e.is_dir(follow_symlinks=False)]
-            yield from (name for name in names if name not in full)
+    def folders(self, folder: str = "") -> list[str]:
+        """The folders directly in ``folder``; :meth:`list` does not show empty ones."""
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot list {self._path(folder)}: {error.strerror}") from error
+        return [f"{folder}/{name}" if folder else name for name in names]
 
     def remove(self, names: Iterable[str]) -> None:
         folders = set()

@@ -6,12 +6,13 @@ Deleting them is the only way in which anything ever leaves a store, and this mo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tierckpt.format import paths
 from tierckpt.format.links import parse_time
-from tierckpt.tiers.base import FileInfo
+from tierckpt.tiers.base import FileInfo, Place
+from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.store import Store
 
 
@@ -65,12 +66,12 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
     found = Leftovers()
     steps: dict[tuple[int, int], list[FileInfo]] = {}
     layouts: list[FileInfo] = []
+    full: set[str] = set()
     for info in store.place.list():
         key = step_of(info.name)
-        if info.kind == "folder":
-            if _abandoned(info.name, chain.generation, own, spared):
-                found.dead.append(info)
-        elif paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
+        if key is not None:
+            full.add(info.name.rpartition("/")[0])
+        if paths.is_temporary(info.name) and info.kind == "file" and (key is None or key in live or key in spared):
             if now - info.modified >= max(grace, _UNDER_WAY):
                 found.temporary.append(info)
         elif info.kind != "file" or (key is not None and not belongs(info.name)):
@@ -81,6 +82,9 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
             layouts.append(info)
         elif info.name != paths.STORE and paths.parse_link(info.name) is None:
             found.foreign.append(info)
+    for folder in _empty(store.place, full):
+        if _abandoned(folder, chain.generation, own, spared):
+            found.dead.append(FileInfo(folder, 0, now, "folder"))
     kept = []
     for key, files in steps.items():
         if key in live or key in spared:
@@ -97,11 +101,23 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
     return found
 
 
+def _empty(place: Place, full: set[str]) -> Iterator[str]:
+    """Folders for checkpoints that hold nothing: whoever made or cleared them died there. Only a file system has such."""
+    if not isinstance(place, DiskPlace):
+        return
+    for generation in place.folders():
+        if paths.parse_generation_dir(generation) is not None:
+            steps = place.folders(generation)
+            yield from (step for step in steps if step not in full) if steps else (generation,)
+
+
 def _abandoned(folder: str, generation: int, own: int | None, spared: set[tuple[int, int]]) -> bool:
     """Whether an empty folder was made for a checkpoint that nobody saves any more."""
     step = paths.parse_step_dir(folder)
     made_by = step.generation if step is not None else paths.parse_generation_dir(folder)
-    return made_by is not None and (made_by < generation or (step is not None and made_by == own and step not in spared))
+    return made_by is not None and (
+        made_by < generation or (step is not None and made_by == own and step not in spared)
+    )
 
 
 def step_of(name: str) -> tuple[int, int] | None:

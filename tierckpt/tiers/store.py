@@ -72,11 +72,7 @@ class Store:
         if store is None:
             place.prepare()
             foreign = next(
-                (
-                    f.name
-                    for f in place.list()
-                    if f.name != paths.STORE and f.kind != "folder" and not paths.is_temporary(f.name)
-                ),
+                (f.name for f in place.list() if f.name != paths.STORE and not paths.is_temporary(f.name)),
                 None,
             )
             if foreign is not None and place.size(paths.STORE) is None:
@@ -140,7 +136,9 @@ class Store:
             self.place.create(paths.link(link.number), link.encode())
             self.refresh()  # reads back what is there: it may be our own even if it existed
             if len(self.chain.links) <= link.number:
-                raise StoreError(f"{self.url}/{paths.link(link.number)} was written and cannot be found: is this file system sound?")
+                raise StoreError(
+                    f"{self.url}/{paths.link(link.number)} was written and cannot be found: is this file system sound?"
+                )
             if self.chain.links[link.number].digest == link.digest:
                 return link
         raise StoreError(f"{self.url}: others publish without end; gave up after {_RACES} attempts")

@@ -47,7 +47,7 @@ def signing_key(run: str, given: str | os.PathLike[str] | SigningKey | None) -> 
         own.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         key.save(own)
     except (OSError, StoreError) as error:
-        if own.exists():  # another process of this user was first
+        if os.path.exists(own):  # another process of this user was first
             return SigningKey.load(own)
         warnings.warn(
             f"the signing key of run {run} cannot be kept in {own} ({error}); it lives in this process only, and the next "
@@ -153,7 +153,9 @@ class Trust:
                 f"({', '.join(sorted(base))}) nor endorsed by one of these. If it is yours (a lost key), trust it: "
                 f"--trust {link.key}"
             )
-        end = f"the chain ends with link {chain.head.number}, {chain.head.digest}" if chain.head else "there is no chain"
+        end = (
+            f"the chain ends with link {chain.head.number}, {chain.head.digest}" if chain.head else "there is no chain"
+        )
         digests = {link.digest for link in chain.links}
         if self.expect_head is not None and self.expect_head not in digests:
             found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.digest import chunk_count
 from tierckpt.format.layout import Layout
 from tierckpt.format.layout_plan import Ranges, ranges
+from tierckpt.format.links import from_ranges
 from tierckpt.format.manifest import Manifest
 from tierckpt.tiers import leftovers
 from tierckpt.tiers.base import Place
@@ -105,20 +107,16 @@ def verify(
     assert chain.head is not None
     report.run, report.head, report.head_number = store.run, chain.head.digest, chain.head.number
     _check_trust(store, Trust(trust, frozenset(), expect_head), report)
-    refs = _chosen(store, step, every, report)
-    total = 0
-    work: list[tuple[Manifest, Layout | None]] = []
-    for ref in refs:
+    found = []
+    for ref in _chosen(store, step, every, report):
         report.checked.append((ref.generation, ref.step))
-        manifest = _attempt(report, lambda ref=ref: store.manifest(ref))  # type: ignore[misc]
-        if manifest is None:
-            continue
-        layout = _attempt(report, lambda m=manifest: _checked_layout(store, m))  # type: ignore[misc]
-        work.append((manifest, layout))
-        total += sum(ref.size for ref in manifest.shards)
-    for manifest, layout in work:
-        for part in manifest.shards:
-            _check_shard(store, manifest, layout, part.rank, report, quick=quick, total=total, progress=progress)
+        one = _Checkpoint(store, ref, report)
+        if one.read():
+            found.append(one)
+    shards = _Shards(report, sum(one.size for one in found), progress, quick=quick)
+    for one in found:
+        for rank in one.ranks:
+            shards.check(one, rank)
     _check_files(store, report, allow_extra=allow_extra)
     return report
 
@@ -183,13 +181,6 @@ def _attempt(report: Report, work: Callable[[], Any]) -> Any:
         return None
 
 
-def _checked_layout(store: Store, manifest: Manifest) -> Layout:
-    layout = store.layout(manifest.layout)
-    check_layout(store, manifest, layout)
-    layout.check_tiling()
-    return layout
-
-
 def check_layout(store: Store, manifest: Manifest, layout: Layout) -> None:
     """Raise IncompleteError unless the manifest lists the shards that its layout calls for."""
     listed, wanted = [ref.rank for ref in manifest.shards], list(layout.writers)
@@ -204,37 +195,83 @@ def _shown(spans: Ranges) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans[:20]) + (", …" if len(spans) > 20 else "")
 
 
-def _check_shard(
-    store: Store,
-    manifest: Manifest,
-    layout: Layout | None,
-    rank: int,
-    report: Report,
-    *,
-    quick: bool,
-    total: int,
-    progress: Progress | None,
-) -> None:
-    try:
-        receipt = store.receipt(manifest, rank)
-        with store.open_shard(receipt) as reader:
-            header = _attempt(report, lambda: read_header(reader, receipt, url=store.url))
-            if header is not None and layout is not None:
-                _attempt(
-                    report,
-                    lambda: check_header(header, layout, manifest.layout, rank, name=f"{store.url}/{receipt.name}"),
-                )
-            if quick:
-                return
+class _Checkpoint:
+    """The documents of one checkpoint."""
 
-            def seen(lo: int, hi: int, data: memoryview) -> None:
-                report.bytes += hi - lo
-                if progress is not None:
-                    progress(report.bytes, total)
+    def __init__(self, store: Store, ref: CheckpointRef, report: Report) -> None:
+        self.store, self._ref, self._report = store, ref, report
+        self.layout: Layout | None = None
+        #: Ranks whose shards must be in this folder.
+        self.ranks: list[int] = []
+        self.size = 0
 
-            read_chunks(reader, receipt, range(chunk_count(receipt.size)), seen, url=store.url, damaged=report.add)
-    except TierckptError as error:
-        report.add(error)
+    def read(self) -> bool:
+        """Read them and report what is wrong; False if the manifest cannot be used."""
+        manifest = _attempt(self._report, lambda: self.store.manifest(self._ref))
+        if manifest is None:
+            return False
+        self.manifest: Manifest = manifest
+        self.layout = _attempt(self._report, self._checked_layout)
+        self._find_ranks()
+        self.size = sum(part.size for part in manifest.shards if part.rank in set(self.ranks))
+        return True
+
+    def _checked_layout(self) -> Layout:
+        layout = self.store.layout(self.manifest.layout)
+        check_layout(self.store, self.manifest, layout)
+        return layout
+
+    def _find_ranks(self) -> None:
+        """With node-local roots each folder has the shards of one node: of those whose files are here, at least."""
+        listed = [part.rank for part in self.manifest.shards]
+        roots = self.store.chain.roots.get(self._ref, ())
+        here = {rank for rank in listed if self._has_any(rank)}
+        own = [ranks for ranks in map(set, map(from_ranges, roots)) if ranks & here]
+        required = set().union(*own) if own else set(listed)
+        self.ranks = [rank for rank in listed if rank in required]
+        elsewhere = [rank for rank in listed if rank not in required]
+        if elsewhere:
+            self._report.notes.append(
+                f"step {self.manifest.step}: the shards of ranks {_shown(ranges(elsewhere))} are held by other nodes"
+            )
+
+    def _has_any(self, rank: int) -> bool:
+        key = (self.manifest.generation, self.manifest.step, rank)
+        return any(self.store.place.size(name) is not None for name in (paths.shard(*key), paths.receipt(*key)))
+
+
+class _Shards:
+    """Checks shards, and counts."""
+
+    def __init__(self, report: Report, total: int, progress: Progress | None, *, quick: bool) -> None:
+        self._report, self._total, self._progress, self._quick = report, total, progress, quick
+        self._lock = threading.Lock()
+
+    def check(self, one: _Checkpoint, rank: int) -> None:
+        """Receipt, size, header, and unless it is to be quick every chunk."""
+        store, layout = one.store, one.layout
+        try:
+            receipt = store.receipt(one.manifest, rank)
+            with store.open_shard(receipt) as reader:
+                header = _attempt(self._report, lambda: read_header(reader, receipt, url=store.url))
+                if header is not None and layout is not None:
+                    name = f"{store.url}/{receipt.name}"
+                    _attempt(self._report, lambda: check_header(header, layout, one.manifest.layout, rank, name=name))
+                if not self._quick:
+                    chunks = range(chunk_count(receipt.size))
+                    read_chunks(reader, receipt, chunks, self._seen, url=store.url, damaged=self._damaged)
+        except TierckptError as error:
+            self._report.add(error)
+
+    def _seen(self, lo: int, hi: int, data: memoryview) -> None:
+        with self._lock:
+            self._report.bytes += hi - lo
+            if self._progress is not None:
+                self._progress(self._report.bytes, self._total)
+
+    def _damaged(self, error: IntegrityError) -> None:
+        with self._lock:
+            self._report.add(error)
 
 
 def _check_files(store: Store, report: Report, *, allow_extra: bool) -> None:
