@@ -1,8 +1,8 @@
 """The ranks of one job, and the one collective step they share: a vote.
 
 Coordination moves a few bytes on the CPU and never through an accelerator's process group. Every step in which ranks
-meet is a :meth:`Group.vote`: each rank does its part, and either all get all results or all raise, so that no rank waits
-in a step which another has left.
+meet is a :meth:`Group.vote`: each rank does its part, and either all get all results or all raise, so that no rank
+waits in a step which another has left.
 """
 
 from __future__ import annotations

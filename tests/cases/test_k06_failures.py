@@ -18,6 +18,7 @@ import tierckpt
 from tests.cases.common import blank, fails_for, files_of, holds, on_write, shard_of, sharded, state
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, StoreError, group
+from tierckpt.errors import LostContactError
 
 
 def test_c25_a_failed_save_raises_at_wait_and_harms_nothing(tmp_path: Path) -> None:
@@ -193,6 +194,40 @@ def test_c27_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path
     assert tierckpt.steps(tmp_path / "store") == [1]
 
 
+def _hears_nothing_back(rank: int, root: str) -> tuple[str, str]:
+    """Rank 1 has told that its shard is durable, but loses contact before it hears the others; rank 0 hears all."""
+    from tierckpt.agent.drain import Drain
+
+    tierckpt.save(sharded(1.0), root, 1)
+    write = Drain._write
+
+    def written(drain: Any, job: Any) -> bytes:
+        exchange = drain._ranks.exchange
+
+        def deaf(payload: bytes) -> list[bytes]:
+            exchange(payload)
+            raise LostContactError("rank 1: lost contact")
+
+        if rank == 1:
+            drain._ranks.exchange = deaf
+        return write(drain, job)
+
+    Drain._write = written  # type: ignore[method-assign]
+    vars(group)["ANSWER_SECONDS"] = 0.2
+    try:
+        return "saved", str(tierckpt.save(sharded(2.0), root, 2, timeout=5.0).step)
+    except LostContactError as error:
+        return "lost", str(error)
+
+
+def test_a_rank_that_lost_contact_leaves_its_shard_to_whoever_commits(tmp_path: Path) -> None:
+    """A vote may succeed on some ranks and break on others: then nobody may take back what the others count on."""
+    run_ranks(_hears_nothing_back, 2, str(tmp_path))
+    assert tierckpt.latest(tmp_path) == 2
+    report = tierckpt.verify(tmp_path, every=True)
+    assert report.ok, report.problems
+
+
 def _late_folder(rank: int, root: str) -> tuple[int, int]:
     """The destination is there for rank 0 only, for a while; the first write of rank 3 fails for a passing reason."""
     seen = time.monotonic() + 1.0
@@ -213,8 +248,8 @@ def _late_folder(rank: int, root: str) -> tuple[int, int]:
             return look
 
         os.stat, os.lstat = blind(stat), blind(lstat)
-        os.path.exists = lambda path: not late(path) and exists(path)  # type: ignore[assignment]
-        os.path.isdir = lambda path: not late(path) and isdir(path)
+        os.path.exists = lambda path: not late(path) and exists(path)
+        os.path.isdir = lambda path: not late(path) and isdir(path)  # type: ignore[assignment]
 
     def again(path: str) -> None:
         if rank == 3 and not failed and path.startswith(root):

@@ -80,11 +80,10 @@ def _templates(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {name: torch.zeros(_WIDE[name].shape, dtype=dtype)}
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize("name", list(_WIDE))
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name, saved in _WIDE.items() for dtype in _DTYPES if dtype != saved.dtype]
+)
 def test_c41_another_dtype_is_refused_by_default(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    if dtype == _WIDE[name].dtype:
-        pytest.skip("the same dtype")
     tierckpt.save(_WIDE, tmp_path, 1)
     template = _templates(name, dtype)
     with pytest.raises(LayoutError) as caught:

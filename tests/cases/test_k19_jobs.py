@@ -6,6 +6,7 @@ save apart nevertheless are like two restarts of the run: the older is fenced.
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import tierckpt
 from tests.cases.common import files_of, holds, state
 from tests.harness import run_ranks
-from tierckpt import FencedError, StoreError
+from tierckpt import FencedError, StoreError, UntrustedError
 
 _ROOTS = 20
 
@@ -95,6 +96,37 @@ def test_c119_two_groups_of_one_job_never_mix(tmp_path: Path) -> None:
         assert tierckpt.steps(root) == [5]
         tierckpt.prune(root, keep=1, grace=0)
         assert len({name.split("/")[0] for name in files_of(root, 5)}) == 1
+
+
+def _with_a_key_of_its_own(rank: int, base: str) -> list[str]:
+    """Begins every store at the same moment as the other process, as another user would."""
+    told = []
+    for n in range(_ROOTS):
+        Path(base, f"{rank}-{n}").touch()
+        while not Path(base, f"{1 - rank}-{n}").exists():
+            pass
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tierckpt.save(state(rank), f"{base}/stores/{n}", 5)
+        except (FencedError, UntrustedError) as error:
+            told.append(type(error).__name__)
+        else:
+            told.append("saved")
+    return told
+
+
+def test_c119_two_keys_that_begin_one_store_leave_a_valid_chain(tmp_path: Path) -> None:
+    env = [{"XDG_CONFIG_HOME": str(tmp_path / str(rank))} for rank in range(2)]
+    told = run_ranks(_with_a_key_of_its_own, 2, str(tmp_path), env=env, group=False)
+    for n in range(_ROOTS):
+        root = tmp_path / "stores" / str(n)
+        saved = [rank for rank in range(2) if told[rank][n] == "saved"]
+        assert saved, (told[0][n], told[1][n])
+        # What verify may say is that one of the keys is nobody's we know.
+        report = tierckpt.verify(root, every=True)
+        assert {problem["kind"] for problem in report.problems} <= {"untrusted"}, report.problems
+        assert tierckpt.steps(root) == [5]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)

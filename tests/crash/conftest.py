@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,24 +60,21 @@ class Bench:
 
     def points(self, folder: str) -> list[int]:
         """Numbers of the calls below ``store`` or ``user``."""
-        return [
-            number
-            for number, one in enumerate(self.operations)
-            if (one.path.split("/")[0] == "user") == (folder == "user")
-        ]
+        in_user = [one.path.split("/")[0] == "user" for one in self.operations]
+        return [number for number, user in enumerate(in_user) if user == (folder == "user")]
 
     def reset(self) -> None:
         losses.mirror(self.template, self.base)
 
-    def run(self, task: str, **arguments: object) -> Outcome:
+    def run(self, task: str, **arguments: Any) -> Outcome:
         user = self.base / "user"
         return self.workshop.run(task, user=user, base=str(self.base), large=self.large, **arguments)
 
-    def do(self, task: str, **arguments: object) -> object:
+    def do(self, task: str, **arguments: Any) -> Any:
         user = self.base / "user"
         return self.workshop.do(task, user=user, base=str(self.base), large=self.large, **arguments)
 
-    def look(self, **arguments: object) -> list[str]:
+    def look(self, **arguments: Any) -> list[str]:
         """See :func:`tests.crash.scenarios.look`."""
         found = self.do("look", scenario=self.scenario, **arguments)
         assert isinstance(found, list)

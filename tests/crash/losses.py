@@ -1,7 +1,8 @@
-"""A disk that may lose what was not synced: from a log of operations, all states it may legally be in after a loss of power.
+"""A disk that may lose what was not synced: from a log of operations, all states after a loss of power.
 
-What a file system promises is little: the bytes and the size of a file are safe once that file was fsynced, a name in a
-folder once that folder was; whatever came later or was never synced may be there or not, each independently of the others.
+What a file system promises is little: the bytes and the size of a file are safe once that file was fsynced, a name
+in a folder once that folder was; whatever came later or was never synced may be there or not, each independently of
+the others.
 """
 
 from __future__ import annotations
@@ -249,7 +250,8 @@ class Record:
     def losses(self, length: int, within: str, rng: random.Random, samples: int) -> Iterator[tuple[str, Tree]]:
         """States after a loss of power when the first ``length`` operations were done, each with its description.
 
-        Only what is below ``within`` may be lost. Nothing lost, each single loss, everything lost, and ``samples`` random ones.
+        Only what is below ``within`` may be lost. Nothing lost, each single loss, everything lost, and ``samples``
+        random ones.
         """
         pending = self.pending(length, within)
         choices = [(change.index, fate) for change in pending for fate in _fates(change)]

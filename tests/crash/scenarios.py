@@ -135,8 +135,8 @@ def perform(
     """Run a scenario while calls below ``base`` are counted.
 
     Returns:
-        ``calls``: how many there were; ``failed``: what it raised, "" if nothing; ``typed``: whether that was StoreError;
-        ``warned``: the warnings.
+        ``calls``: how many there were; ``failed``: what it raised, "" if nothing; ``typed``: whether that was
+        StoreError; ``warned``: the warnings.
     """
     shim = Shim()
     told = {"failed": "", "typed": True}
@@ -299,7 +299,7 @@ def lose(
     seed: int = 0,
     tidy_every: int = 1,
 ) -> dict[str, Any]:
-    """Rebuild at ``base`` all states that a loss of power may leave of ``template`` and the logged operations; look at each.
+    """Rebuild at ``base`` all states that a loss of power may leave of ``template`` and what was done to it.
 
     Args:
         within: only what is below this folder of the base is lost; all else counts as safe.

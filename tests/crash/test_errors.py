@@ -1,7 +1,7 @@
 """A call that fails once, with no space left or an I/O error, fails at most the save it belongs to.
 
-Protects the clean-up after an error: what is raised is a StoreError, nothing half done is left, the checkpoint before is
-intact and the same process saves the next step.
+Protects the clean-up after an error: what is raised is a StoreError, nothing half done is left, the checkpoint
+before is intact and the same process saves the next step.
 """
 
 from __future__ import annotations

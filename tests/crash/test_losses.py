@@ -1,7 +1,7 @@
 """A loss of power may take whatever was not synced; the store must stand in every state that this can leave.
 
-Protects every fsync of the package: of files before they get their names, of folders before anything is built upon the names in
-them. The states are rebuilt from the log of all operations (see :mod:`tests.crash.losses`).
+Protects every fsync of the package: of files before they get their names, of folders before anything is built
+upon the names in them. The states are rebuilt from the log of all operations (see :mod:`tests.crash.losses`).
 """
 
 from __future__ import annotations

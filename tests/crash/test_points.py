@@ -1,7 +1,7 @@
-"""A process killed at any call that changes the disk leaves the previous checkpoint whole, the new one whole or invisible.
+"""A process killed at any call that changes the disk leaves the old checkpoint whole, the new one whole or invisible.
 
-Protects the order in which a save, a clean-up and a restore touch the disk. ``make test`` takes each few-th call, acceptance
-all of them, and cut writes too.
+Protects the order in which a save, a clean-up and a restore touch the disk. ``make test`` takes each few-th call,
+acceptance all of them, and cut writes too.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ def test_every_crash_point(benches: Benches, scenario: str, folder: str) -> None
 def test_every_cut_write(benches: Benches, scenario: str) -> None:
     """The kernel takes half of a write, then the process is gone."""
     bench = benches(scenario, large=True)
-    points = [
-        point for point in bench.points("store") + bench.points("user") if bench.operations[point].name == "write"
-    ]
+    points = [point for point, operation in enumerate(bench.operations) if operation.name == "write"]
     assert _killed(bench, TEAR, points) == []
 
 

@@ -1,6 +1,7 @@
 """A process that has imported everything once and forks a child for each task, under the shim that sees system calls.
 
-Started anew for each crash point a process would spend two seconds on importing torch; forked it costs some milliseconds.
+Started anew for each crash point a process would spend two seconds on importing torch; forked it costs
+milliseconds.
 
 Run as a script it is the server: one JSON object a line on stdin, one answer a line on stdout.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -145,6 +147,8 @@ class Workshop:
 def _serve() -> None:
     sys.path.insert(0, str(HERE.parent.parent))
     # What the package imports late, it would import anew in each child.
+    for name in ("asymmetric.ed25519", "serialization"):
+        importlib.import_module(f"cryptography.hazmat.primitives.{name}")
     import torch
 
     from tests.crash import scenarios

@@ -12,6 +12,7 @@ import torch
 from tierckpt.errors import LayoutError
 from tierckpt.format import canonical, values
 from tierckpt.state.marks import Pieces
+from tierckpt.state.nodes import merge
 from tierckpt.state.tree import Saved, Target, build, flatten, names_of, unexpected_problems
 
 
@@ -51,9 +52,7 @@ class Kept:
     def target(self, state: Any, **keywords: Any) -> Target:
         saved = Saved(
             {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items()},
-            self.trees,
-            set(self.values),
-            set(self.per_rank),
+            merge(self.trees),
         )
         return Target(state, saved, **keywords)
 

@@ -18,7 +18,8 @@ from tierckpt.group import Group
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
 from tierckpt.state.layout import Describer, Destination, destination
-from tierckpt.state.tree import Saved, Target, names_of, unexpected_problems
+from tierckpt.state.nodes import merge
+from tierckpt.state.tree import Saved, Target, unexpected_problems
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.verify import check_layout
 
@@ -89,7 +90,7 @@ class Attempt:
         blobs: dict[int, list[str]] = {}
 
         def match() -> bytes:
-            contents = Contents(self.layout, self._group.rank)
+            contents = self._contents = Contents(self.layout, self._group.rank)
             self._target = Target(self._state, contents.saved, keys=self._keys, strict=self._strict, cast=self._cast)
             self._refuse(self._target.problems)
             blobs.update(contents.blobs_for(self._target.values))
@@ -127,8 +128,7 @@ class Attempt:
         layout = self.layout
         describer = Describer(self._group.global_ranks)
         for name, value in self._target.tensors.items():
-            index = layout.index(name)
-            assert index is not None
+            index = self._contents.numbers[name]
             dtype = getattr(torch, layout.dtype(index))
             pieces = describer.describe(value, name=name).pieces
             places = [self._place(box, tensor, dtype, name) for box, tensor in pieces]
@@ -203,17 +203,21 @@ class Contents:
         # The rank's own tree first, should the layout that loads be that which saved; then the lowest.
         own = [tree for tree in trees if any(first <= rank <= last for first, last in tree.ranks)]
         ordered = own + [tree for tree in trees if tree not in own]
+        self.trees = [tree.tree for tree in ordered]
+        merged = [merge([tree]) for tree in self.trees]
         self._homes: dict[str, int] = {}
-        self.tensors: dict[str, None] = {}
-        self.per_rank: dict[str, None] = {}
-        for tree in ordered:
-            tensors, named, own_leaves = names_of(tree.tree)
-            self.tensors.update(dict.fromkeys(tensors))
-            self.per_rank.update(dict.fromkeys(own_leaves))
-            for name in named:
-                self._homes.setdefault(name, tree.ranks[0][0])
-        kinds = {name: (layout.dtype(i), layout.shape(i)) for i, name in enumerate(layout)}
-        self.saved = Saved(kinds, [tree.tree for tree in ordered], self._homes.keys(), self.per_rank.keys())
+        for tree, nodes in zip(ordered, merged, strict=True):
+            for node in nodes.values():
+                if node.is_value:
+                    self._homes.setdefault(node.name, tree.ranks[0][0])
+        #: Numbers of the tensors in the layout, by name.
+        self.numbers = {name: i for i, name in enumerate(layout)}
+        kinds = {name: (layout.dtype(i), layout.shape(i)) for name, i in self.numbers.items()}
+        self.saved = Saved(kinds, merged[0] if len(merged) == 1 else merge(self.trees))
+
+    def leaves(self, *kinds: str) -> list[str]:
+        """Names of the leaves of these kinds of node, in order."""
+        return [node.name for node in self.saved.nodes.values() if node.kind in kinds]
 
     @property
     def values(self) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tierckpt.collector import paused_collector
 from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StoreError
 from tierckpt.format import names, values
 from tierckpt.format.boxes import whole
@@ -93,7 +94,8 @@ def load(
             attempt = Attempt(
                 group, store, ref, state, source=choice.source, keys=keys, strict=strict, cast=cast, staged=staged
             )
-            attempt.fit()
+            with paused_collector():
+                attempt.fit()
             passed.touched = passed.touched or not staged
             attempt.fetch()
         except _FALL_BACK as error:
@@ -178,7 +180,7 @@ def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | 
     manifest, layout = documents(group, store, ref, source)
     shards = Shards(group, store, manifest, layout)
     contents = Contents(layout, group.rank)
-    leaves = (list(contents.tensors), contents.values, list(contents.per_rank))
+    leaves = (contents.leaves("tensor", "array"), contents.values, contents.leaves("per_rank"))
     chosen, chosen_values, chosen_own = (_select(known, keys) for known in leaves)
     if keys is not None and not (chosen or chosen_values or chosen_own):
         raise LayoutError(f"keys={list(keys)!r}: nothing in step {ref.step} of {store.url} matches")
@@ -188,7 +190,7 @@ def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | 
 
     def allocate() -> bytes:
         for name in chosen:
-            index = layout.index(name)
+            index = contents.numbers.get(name)
             if index is None:
                 raise IntegrityError(f"{store.url}: the layout of step {ref.step} has no tensor {name!r}, its tree has")
             owner = layout.alias(index)
@@ -208,7 +210,7 @@ def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | 
     shards.fill(plan(layout, wanted))
     found = {name: pick(told[rank], name, rank) for rank, picked in blobs.items() for name in picked}
     own = told.get(group.rank, {})
-    return build(contents.saved.trees, tensors, found, {name: own[name] for name in chosen_own if name in own})
+    return build(contents.trees, tensors, found, {name: own[name] for name in chosen_own if name in own})
 
 
 def _select(known: Sequence[str], keys: Sequence[str] | None) -> list[str]:

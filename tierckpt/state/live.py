@@ -19,7 +19,7 @@ from tierckpt.state.marks import PerRank, Pieces, is_stateful
 from tierckpt.state.naming import below, readable
 from tierckpt.state.tensors import PLAIN, is_dtensor, is_uninitialized, kind_of_subclass, obstacle
 
-DEPTH_LIMIT = 16
+DEPTH_LIMIT = 64
 """Containers within containers down to a tensor. Each takes three levels of the JSON of a layout, which has 64."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
 from tierckpt.format import blob as blobs
 from tierckpt.format import shard, values
@@ -75,6 +76,10 @@ class Planner:
             StateError, LayoutError: the state cannot be saved.
             Whatever ``mine`` raises.
         """
+        with paused_collector():
+            return self._plan_all(state, what, mine)
+
+    def _plan_all(self, state: Any, what: str, mine: Callable[[], bytes]) -> Prepared:
         taken: list[_Taken] = []
 
         def part() -> bytes:

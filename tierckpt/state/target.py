@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from tierckpt.state.live import Leaf
 from tierckpt.state.marks import LiveTensor, rebuild
 from tierckpt.state.matching import Matcher, replace_root
 from tierckpt.state.naming import readable
-from tierckpt.state.nodes import SavedNode, merge
+from tierckpt.state.nodes import SavedNode
 from tierckpt.state.rng import Generators
 
 
@@ -22,15 +22,12 @@ from tierckpt.state.rng import Generators
 class Saved:
     """What a checkpoint's layout says.
 
-    ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``trees``: the
-    distinct trees, that of the loading rank first if it has one. ``values`` and ``per_rank``: the names in all
-    trees, as `names_of` lists them.
+    ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``nodes``: its trees, merged,
+    that of the loading rank first if it has one.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    trees: Sequence[JSON]
-    values: Collection[str]
-    per_rank: Collection[str]
+    nodes: Mapping[str, SavedNode]
 
 
 class Target:
@@ -70,8 +67,8 @@ class Target:
     ) -> None:
         self._state = state
         self._root = live.walk(state, meta=True)
-        nodes = merge(saved.trees)
-        _check_saved(nodes, saved)
+        nodes = saved.nodes
+        _check_saved(saved)
         self._matcher = matcher = Matcher(nodes, saved.tensors, keys=keys, strict=strict, cast=cast)
         self._plan = matcher.match(self._root)
         if self._plan is not None and isinstance(state, tuple):
@@ -151,12 +148,10 @@ class Target:
             marks[name].restore(self._marked[name])
 
 
-def _check_saved(nodes: Mapping[str, SavedNode], saved: Saved) -> None:
-    for name, node in nodes.items():
+def _check_saved(saved: Saved) -> None:
+    for name, node in saved.nodes.items():
         if node.kind in ("tensor", "array") and name not in saved.tensors:
             raise IntegrityError(f"the layout has no tensor {name!r}, which its tree names")
-        if (node.is_value and name not in saved.values) or (node.kind == "per_rank" and name not in saved.per_rank):
-            raise IntegrityError(f"the checkpoint has no value {name!r}, which its tree names")
 
 
 def unexpected_problems(names: set[str]) -> list[str]:

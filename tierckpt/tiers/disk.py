@@ -151,16 +151,16 @@ class DiskPlace(Place):
                     kind = "file" if stat.S_ISREG(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "other"
                     yield FileInfo(name, info.st_size, info.st_mtime, kind)
 
-    def folders(self, folder: str = "") -> list[str]:
+    def folders(self, folder: str = "") -> Iterator[str]:
         """The folders directly in ``folder``; :meth:`list` does not show empty ones."""
         try:
             with os.scandir(self._path(folder)) as entries:
                 names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return
         except OSError as error:
             raise StoreError(f"cannot list {self._path(folder)}: {error.strerror}") from error
-        return [f"{folder}/{name}" if folder else name for name in names]
+        yield from (f"{folder}/{name}" if folder else name for name in names)
 
     def remove(self, names: Iterable[str]) -> None:
         folders = set()
@@ -191,8 +191,8 @@ class DiskPlace(Place):
     def _make_folder(self, path: str) -> None:
         """Make a folder and those above it, each durable in its parent.
 
-        Many processes may do this at once, on file systems that show each other's folders late. One that is there already
-        may be the work of a process that was killed before it was durable, and so may those above it.
+        Many processes may do this at once, on file systems that show each other's folders late. One that is there
+        already may be the work of a process that was killed before it was durable, and so may those above it.
         """
         parent, existed = os.path.dirname(path), False
         try:

@@ -102,12 +102,12 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (),
 
 
 def _empty(place: Place, full: set[str]) -> Iterator[str]:
-    """Folders for checkpoints that hold nothing: whoever made or cleared them died there. Only a file system has such."""
+    """Folders for checkpoints that hold nothing: who made or cleared them died. Only a file system has such."""
     if not isinstance(place, DiskPlace):
         return
     for generation in place.folders():
         if paths.parse_generation_dir(generation) is not None:
-            steps = place.folders(generation)
+            steps = list(place.folders(generation))
             yield from (step for step in steps if step not in full) if steps else (generation,)
 
 
