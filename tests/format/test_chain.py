@@ -82,7 +82,9 @@ BODIES = [
     Begin(3, ref(5), STORE),
     Commit(ref(1)),
     Commit(ref(1), roots=(((0, 1), (4, 4)), ((2, 3),))),
-    Retire((ref(1), ref(2))), KeyLink("ab" * 32)]
+    Retire((ref(1), ref(2))),
+    KeyLink("ab" * 32),
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)

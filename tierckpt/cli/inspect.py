@@ -196,7 +196,7 @@ def _blob(store: Store, manifest: Manifest, layout: Layout, rank: int) -> dict[s
     what = f"{store.url}/{receipt.name}"
     with store.open_shard(receipt) as reader:
         header = read_header(reader, receipt, url=store.url)
-        entry = check_header(header, layout, manifest.layout, rank, name=what)[-1]
+        entry = check_header(header, layout, receipt, url=store.url)[-1]
         data = bytearray(entry.nbytes)
         end = entry.offset + entry.nbytes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.encoder import encode_basestring
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from tierckpt.errors import IntegrityError, LayoutError
 from tierckpt.format import blob as blobs
@@ -295,13 +295,39 @@ def _ends(entries: Sequence[StoredEntry]) -> None:
         raise ValueError("its blob is not one")
 
 
-def check(
-    header: StoredHeader, pieces: Iterable[Piece], *, layout: str, rank: int, blob: bool, name: str
-) -> tuple[Entry, ...]:
-    """The entries of a header that was read, if they are exactly these pieces, and a blob if ``blob``.
+_BLOB_CAPACITY = re.compile(
+    rb'"~values":\{"dtype":"U8","shape":\[([0-9]{1,16})\],"data_offsets":\[[0-9]+,[0-9]+\]\}\} *'
+)
 
-    Raises ``IntegrityError`` naming the shard and the first entry that differs.
+
+def check(
+    data: bytes, pieces: Iterable[Piece], *, layout: str, rank: int, blob: bool, name: str, size: int
+) -> tuple[Entry, ...]:
+    """The entries of a header that was read (all of it), if they are exactly these pieces, and a blob if ``blob``.
+
+    ``size``: bytes of the shard. Raises ``IntegrityError`` naming the shard and the first entry that differs.
     """
+    pieces = list(pieces)
+    # The layout says every byte but the capacity of the blob: what is as it should be need not be parsed.
+    tail = data.rfind(b'"~values"', -_TAIL if len(data) > _TAIL else 0)
+    found = _BLOB_CAPACITY.fullmatch(data, tail) if blob and tail >= 0 else None
+    if found is not None or not blob:
+        capacity = int(found[1]) if found is not None else None
+        if capacity is None or capacity == blobs.capacity(capacity):
+            wanted = build(pieces, layout=layout, rank=rank, blob=capacity)
+            if wanted.data == data and wanted.size == size:
+                return wanted.entries
+    _explain(parse(data, name=name, size=size), pieces, layout=layout, rank=rank, blob=blob, name=name)
+    raise AssertionError("unreachable")
+
+
+_TAIL = 16384  # bytes from the end of a header in which the entry of the blob is found
+
+
+def _explain(
+    header: StoredHeader, pieces: Iterable[Piece], *, layout: str, rank: int, blob: bool, name: str
+) -> NoReturn:
+    """Raise ``IntegrityError`` saying how a header differs from what it should be."""
     if (header.layout, header.rank) != (layout, rank):
         raise IntegrityError(
             f"{name}: the header is of rank {header.rank} and layout {header.layout}, "
@@ -311,8 +337,6 @@ def check(
     if (stored is not None) != blob:
         raise IntegrityError(f"{name}: the layout says that there is {'a' if blob else 'no'} blob")
     wanted = build(pieces, layout=layout, rank=rank, blob=stored.nbytes if stored else None)
-    if wanted.data == header.data:
-        return wanted.entries
     for expected, found in zip(wanted.entries, header.entries, strict=False):
         if expected.name != found.name:
             raise IntegrityError(f"{name}: expected the entry {expected.name!r}, found {found.name!r}")

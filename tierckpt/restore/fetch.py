@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierckpt import _native
-from tierckpt.collector import paused_collector
 from tierckpt.errors import IntegrityError
 from tierckpt.format import blob, shard
 from tierckpt.format.canonical import JSON
@@ -40,8 +39,7 @@ class ShardView:
 
     def fill(self, wanted: ShardRead) -> Job:
         """The job that fills the memory which ``wanted`` names."""
-        with paused_collector():
-            table, pointers = wanted.table(self.layout, self.entries)
+        table, pointers = wanted.table(self.layout, self.entries)
         return Job(touched(table, self.receipt.size), lambda lo, hi, data: table.scatter(pointers, lo, hi, data))
 
     def values(self) -> tuple[Job, Callable[[], dict[str, JSON]]]:
@@ -69,10 +67,8 @@ class LocalShard:
         receipt = store.receipt(manifest, rank)
         self.reader: Reader = store.open_shard(receipt)
         try:
-            name = f"{store.url}/{receipt.name}"
-            with paused_collector():
-                self.header = read_header(self.reader, receipt, url=store.url)
-                entries = check_header(self.header, layout, manifest.layout, rank, name=name)
+            self.header = read_header(self.reader, receipt, url=store.url)
+            entries = check_header(self.header, layout, receipt, url=store.url)
             self.view = ShardView(layout, receipt, entries)
         except BaseException:
             self.reader.close()

@@ -57,6 +57,7 @@ class LoadInfo:
     seconds: float = 0.0
 
 
+@paused_collector()
 def load(
     group: Group,
     place: Place,
@@ -94,8 +95,7 @@ def load(
             attempt = Attempt(
                 group, store, ref, state, source=choice.source, keys=keys, strict=strict, cast=cast, staged=staged
             )
-            with paused_collector():
-                attempt.fit()
+            attempt.fit()
             passed.touched = passed.touched or not staged
             attempt.fetch()
         except _FALL_BACK as error:
@@ -148,6 +148,7 @@ def decode_metadata(manifest: Manifest) -> Any:
     return None if manifest.metadata is None else values.decode(manifest.metadata, what="metadata")
 
 
+@paused_collector()
 def read(
     group: Group,
     place: Place,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from tierckpt import _native
-from tierckpt.collector import paused_collector
 from tierckpt.errors import IntegrityError
 from tierckpt.format import shard
 from tierckpt.format.boxes import Box, intersection
@@ -66,11 +65,6 @@ class ShardRead:
 
 def plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
     """For each rank whose shard is needed, what is needed of it."""
-    with paused_collector():
-        return _plan(layout, wanted)
-
-
-def _plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
     reads: dict[int, ShardRead] = {}
     for want in wanted:
         for destination in want.destinations:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tierckpt import _native
 from tierckpt.errors import IncompleteError, IntegrityError, TierckptError
-from tierckpt.format import paths, shard
+from tierckpt.format import paths
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import CHUNK, chunk_digest, chunk_range, derive
 from tierckpt.format.layout import Layout
@@ -108,7 +108,7 @@ class Shards:
                 for rank in shards:
                     if owners[rank] == group.rank:
                         opened[rank] = stack.enter_context(self._open(rank))
-                documents = {rank: (shard.view.receipt.encode(), shard.header.data) for rank, shard in opened.items()}
+                documents = {rank: (shard.view.receipt.encode(), shard.header) for rank, shard in opened.items()}
                 told = {rank: [b64encode(data).decode() for data in both] for rank, both in documents.items()}
                 return json.dumps(told).encode() if told else b""
 
@@ -140,8 +140,7 @@ class Shards:
         self._manifest.check(receipt)
         if receipt.name != name or derive("header", header_bytes).hex() != receipt.header_digest:
             raise IntegrityError(f"{name}: another rank sent a receipt or a header that is not its own")
-        header = shard.parse(header_bytes, name=name, size=receipt.size)
-        entries = check_header(header, self._layout, self._manifest.layout, rank, name=name)
+        entries = check_header(header_bytes, self._layout, receipt, url="another rank")
         return ShardView(self._layout, receipt, entries)
 
     def _hand_over(

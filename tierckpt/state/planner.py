@@ -69,6 +69,7 @@ class Planner:
         """Plan ahead. Collective."""
         self.plan(state, "planning", lambda: b"")
 
+    @paused_collector()
     def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Prepared:
         """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote. Collective.
 
@@ -76,10 +77,6 @@ class Planner:
             StateError, LayoutError: the state cannot be saved.
             Whatever ``mine`` raises.
         """
-        with paused_collector():
-            return self._plan_all(state, what, mine)
-
-    def _plan_all(self, state: Any, what: str, mine: Callable[[], bytes]) -> Prepared:
         taken: list[_Taken] = []
 
         def part() -> bytes:

@@ -145,30 +145,34 @@ def read_chunk(reader: Reader, receipt: Receipt, index: int, scratch: Buffer, *,
     return data
 
 
-def read_header(reader: Reader, receipt: Receipt, *, url: str) -> shard.StoredHeader:
-    """The verified header of a shard.
+def read_header(reader: Reader, receipt: Receipt, *, url: str) -> bytes:
+    """The header of a shard, all its bytes, verified against the receipt.
 
     Raises:
-        IntegrityError: it is damaged, or no header.
+        IntegrityError: it is damaged.
     """
-    name = f"{url}/{receipt.name}"
     data = bytearray(receipt.header_size)
     got = reader.read_into(0, data)
     found = derive("header", memoryview(data)[:got]).hex()
     if found != receipt.header_digest:
         raise IntegrityError(
-            f"{name}: the header (chunk 0) is damaged: expected {receipt.header_digest}, found {found}"
+            f"{url}/{receipt.name}: the header (chunk 0) is damaged: expected {receipt.header_digest}, found {found}"
         )
-    return shard.parse(bytes(data), name=name, size=receipt.size)
+    return bytes(data)
 
 
-def check_header(
-    header: shard.StoredHeader, layout: Layout, layout_hash: str, rank: int, *, name: str
-) -> tuple[shard.Entry, ...]:
+def check_header(header: bytes, layout: Layout, receipt: Receipt, *, url: str) -> tuple[shard.Entry, ...]:
     """The entries of a shard's header, which must be those that its layout says.
 
     Raises:
         IntegrityError: names the first that differs.
     """
-    pieces = ((layout.name(i), k, layout.dtype(i), box.size) for i, k, box in layout.rank_pieces(rank))
-    return shard.check(header, pieces, layout=layout_hash, rank=rank, blob=layout.has_blob(rank), name=name)
+    return shard.check(
+        header,
+        layout.shard_pieces(receipt.rank),
+        layout=receipt.layout,
+        rank=receipt.rank,
+        blob=layout.has_blob(receipt.rank),
+        name=f"{url}/{receipt.name}",
+        size=receipt.size,
+    )

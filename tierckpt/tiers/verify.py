@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierckpt.errors import IncompleteError, IntegrityError, TierckptError, UntrustedError
-from tierckpt.format import paths
+from tierckpt.format import paths, shard
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.digest import chunk_count
 from tierckpt.format.layout import Layout
 from tierckpt.format.layout_plan import Ranges, ranges
 from tierckpt.format.links import from_ranges
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.receipt import Receipt
 from tierckpt.tiers import leftovers
-from tierckpt.tiers.base import Place
+from tierckpt.tiers.base import Place, Reader
 from tierckpt.tiers.chunks import check_header, read_chunks, read_header
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.trust import Pins, Trust, remember
@@ -249,19 +250,23 @@ class _Shards:
 
     def check(self, one: _Checkpoint, rank: int) -> None:
         """Receipt, size, header, and unless it is to be quick every chunk."""
-        store, layout = one.store, one.layout
+        store = one.store
         try:
             receipt = store.receipt(one.manifest, rank)
             with store.open_shard(receipt) as reader:
-                header = _attempt(self._report, lambda: read_header(reader, receipt, url=store.url))
-                if header is not None and layout is not None:
-                    name = f"{store.url}/{receipt.name}"
-                    _attempt(self._report, lambda: check_header(header, layout, one.manifest.layout, rank, name=name))
+                _attempt(self._report, lambda: self._check_header(reader, receipt, one))
                 if not self._quick:
                     chunks = range(chunk_count(receipt.size))
                     read_chunks(reader, receipt, chunks, self._seen, url=store.url, damaged=self._damaged)
         except TierckptError as error:
             self._report.add(error)
+
+    def _check_header(self, reader: Reader, receipt: Receipt, one: _Checkpoint) -> None:
+        header = read_header(reader, receipt, url=one.store.url)
+        if one.layout is not None:
+            check_header(header, one.layout, receipt, url=one.store.url)
+        else:
+            shard.parse(header, name=f"{one.store.url}/{receipt.name}", size=receipt.size)
 
     def _seen(self, lo: int, hi: int, data: memoryview) -> None:
         with self._lock:
