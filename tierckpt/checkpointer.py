@@ -8,7 +8,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tierckpt import config
@@ -74,7 +73,7 @@ class Checkpointer:
         expect_head: str | None = None,
         agent: str = "auto",
         on_error: str = "report",
-        max_restarts: int = 3,
+        max_restarts: int = config.MAX_RESTARTS,
         fresh: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -83,7 +82,7 @@ class Checkpointer:
         self._disk = _only_disk(tiers)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
         self._timeout = config.timeout(timeout)
-        self._place = DiskPlace(folder(root))
+        self._place = DiskPlace.at(root)
         self._group = Group(group, timeout=self._timeout)
         self._trusted, self._expect_head = trusted_keys(trust), expect_head
         self._coordinator = Coordinator(
@@ -374,16 +373,3 @@ def _only_disk(tiers: Sequence[Disk] | None) -> Disk:
     if len(tiers) != 1 or not isinstance(tiers[0], Disk):
         raise StateError(f"tiers={list(tiers)!r}: this version takes exactly one Disk(…)")
     return tiers[0]
-
-
-def folder(root: str | os.PathLike[str]) -> Path:
-    """The folder that ``root`` names: a path, or a ``file://`` URL."""
-    text = os.fspath(root)
-    if "://" in text:
-        scheme, _, rest = text.partition("://")
-        if scheme != "file":
-            raise StateError(f"root={text!r}: this version stores in folders; {scheme}:// is not supported yet")
-        text = rest
-    if not text:
-        raise StateError("root is empty: it takes the path of a folder")
-    return Path(text)

@@ -27,6 +27,8 @@ WRITE_ATTEMPTS = 5
 WRITE_BACKOFF = 0.1
 #: Seconds for which a rank looks for the files of other ranks before it takes its root for node-local.
 PROBE_SECONDS = 3.0
+#: Restarts in a row from one checkpoint without progress after which an older one is taken.
+MAX_RESTARTS = 3
 #: Free bytes to leave on a file system beyond what a save needs.
 FREE_MARGIN = 1 << 20
 

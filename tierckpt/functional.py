@@ -8,7 +8,7 @@ from typing import Any
 
 from tierckpt import config
 from tierckpt.agent.handle import Handle, SaveInfo
-from tierckpt.checkpointer import Checkpointer, Key, folder
+from tierckpt.checkpointer import Checkpointer, Key
 from tierckpt.group import Group
 from tierckpt.restore import load as restoring
 from tierckpt.restore.load import LoadInfo
@@ -123,7 +123,7 @@ def load(
     with _reading(group, timeout) as ranks:
         info = restoring.load(
             ranks,
-            DiskPlace(folder(root)),
+            DiskPlace.at(root),
             state,
             step=step,
             keys=keys,
@@ -157,7 +157,7 @@ def read(
     with _reading(group, timeout) as ranks:
         return restoring.read(
             ranks,
-            DiskPlace(folder(root)),
+            DiskPlace.at(root),
             step=step,
             keys=keys,
             fallback=fallback,
@@ -171,7 +171,7 @@ def _believe(trust: Any, expect_head: str | None) -> Any:
 
     def believe(store: Store) -> None:
         held = trusting.held_keys(store.run, None)
-        trusting.Trust(keys, held, expect_head).check(store.chain, store.url)
+        trusting.Trust(keys, held, expect_head).check(store)
 
     return believe
 
@@ -192,7 +192,7 @@ class _reading:  # noqa: N801
 def _session(
     root: str | os.PathLike[str], group: Any, run: str | None, key: Key | None, timeout: float | None
 ) -> Checkpointer:
-    name = (str(folder(root).resolve()), run, id(group) if group is not None else 0)
+    name = (str(DiskPlace.at(root).root.resolve()), run, id(group) if group is not None else 0)
     session = _sessions.get(name)
     if session is None or session.closed:
         session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)

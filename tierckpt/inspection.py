@@ -24,7 +24,7 @@ def latest(root: str | os.PathLike[str], *, run: str | None = None) -> int | Non
 
 def steps(root: str | os.PathLike[str], *, run: str | None = None) -> list[int]:
     """Steps that can be restored, ascending: the live checkpoints of the lineage."""
-    place = DiskPlace(root)
+    place = DiskPlace.at(root)
     try:
         store = Store.open(place)
     except IncompleteError:
@@ -63,7 +63,7 @@ def verify(
         StoreError: the store cannot be reached.
     """
     return verifying.verify(
-        DiskPlace(root),
+        DiskPlace.at(root),
         step=step,
         every=every,
         quick=quick,
@@ -97,7 +97,7 @@ def prune(
         IncompleteError, IntegrityError: a checkpoint that is to stay is not whole; nothing was retired.
         UntrustedError: the store is not to be believed.
     """
-    place = DiskPlace(root)
+    place = DiskPlace.at(root)
     return prune_place(
         place,
         retention(keep),

@@ -254,7 +254,7 @@ def _loads_fused_shards(rank: int, root: str, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     found = distribute_tensor(torch.zeros(16, 3), mesh, [Shard(0)])
     tierckpt.load({"fc1": found}, root)
-    assert torch.equal(found.to_local(), _FC1[2 * rank : 2 * rank + 2])  # type: ignore[attr-defined]
+    assert torch.equal(found.to_local(), _FC1[2 * rank : 2 * rank + 2])
 
 
 def test_c37_fused_weights_are_pieces_with_offsets(tmp_path: Path) -> None:

@@ -77,12 +77,11 @@ def test_c46_plain_values_are_updated_in_the_dict_given(tmp_path: Path) -> None:
         "nested": {"lr": 0.1, "done": True, "none": None},
     }
     tierckpt.save(saved, tmp_path, 1)
-    nested = {"lr": 0.0, "done": False, "none": 1}
+    nested = {"lr": 0.0, "done": False, "none": 1}  # no tensors in it: replaced as a whole
     given: dict[str, Any] = {"epoch": 0, "name": "", "t": torch.zeros(2), "nested": nested}
     tensor = given["t"]
     tierckpt.load(given, tmp_path)
     assert given["t"] is tensor and torch.equal(tensor, torch.ones(2))
-    assert given["nested"] is nested
     given.pop("t"), saved.pop("t")
     assert _typed(given) == _typed(saved)
 
@@ -131,6 +130,6 @@ def test_c48_odd_keys_name_nothing_but_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(1), 5], ids=["tensor", "value"])
 def test_c48_a_key_with_nul_is_refused_by_name(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(tierckpt.StateError, match="a.*x00.*b"):
+    with pytest.raises(tierckpt.StateError, match=r"a.*x00.*b"):
         tierckpt.save({"a\x00b": value, "t": torch.ones(1)}, tmp_path / "store", 1)
     assert tierckpt.latest(tmp_path / "store") is None

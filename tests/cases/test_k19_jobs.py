@@ -17,6 +17,7 @@ import tierckpt
 from tests.cases.common import files_of, holds, state
 from tests.harness import run_ranks
 from tierckpt import FencedError, StoreError, UntrustedError
+from tierckpt.tiers.trust import Pins
 
 _ROOTS = 20
 
@@ -127,6 +128,36 @@ def test_c119_two_keys_that_begin_one_store_leave_a_valid_chain(tmp_path: Path) 
         report = tierckpt.verify(root, every=True)
         assert {problem["kind"] for problem in report.problems} <= {"untrusted"}, report.problems
         assert tierckpt.steps(root) == [5]
+
+
+def _saves(rank: int, root: str, step: int) -> None:
+    tierckpt.save(state(step), root, step)
+
+
+@pytest.mark.parametrize("look", ["load", "verify", "prune"])
+def test_a_head_that_was_pinned_a_moment_ago_is_no_roll_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """Another process of the user publishes and pins between our look at the chain and our look at the pins."""
+    root = str(tmp_path)
+    run_ranks(_saves, 1, root, 1, group=False)
+    original, saved = Pins.load, []
+
+    def load(*args: Any) -> Pins:
+        if not saved:
+            saved.append(2)
+            run_ranks(_saves, 1, root, 2, group=False)
+        return original(*args)
+
+    monkeypatch.setattr(Pins, "load", load)
+    if look == "load":
+        assert tierckpt.load(state(-1), root).step == 2
+    elif look == "verify":
+        report = tierckpt.verify(root)
+        assert report.ok, report.problems
+    else:
+        assert tierckpt.prune(root, keep=1).retired[0].step == 1
+    assert saved == [2]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)

@@ -1,8 +1,9 @@
-// Preloaded into a process (LD_PRELOAD), sees every libc call that changes the disk below one folder: numbers it, logs it
-// with its data, and at a given number kills the process before the call takes effect, or makes the call fail.
+// Preloaded into a process (LD_PRELOAD), sees every libc call that changes the disk below one folder: numbers
+// it, logs it with its data, and at a given number kills the process before the call takes effect, or makes
+// the call fail.
 //
-// fsync is not carried out unless asked for: killing a process loses nothing that the kernel has, and what a loss of power
-// takes is rebuilt from the log.
+// fsync is not carried out unless asked for: killing a process loses nothing that the kernel has, and what a
+// loss of power takes is rebuilt from the log.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -27,7 +28,7 @@ static int armed, mode, code, log_fd = -1, really_sync;
 static long at, count;
 
 // mode: what happens at call number `where` (from 0). `log`: a descriptor that takes the log, or -1.
-void crash_arm(const char *folder, int what, long where, int error, int log, int sync) {
+void crash_arm(const char* folder, int what, long where, int error, int log, int sync) {
   pthread_mutex_lock(&lock);
   snprintf(root, sizeof root, "%s", folder);
   root_length = strlen(root);
@@ -44,18 +45,18 @@ long crash_disarm(void) {
   return count;
 }
 
-static int below(const char *path) {
+static int below(const char* path) {
   return strncmp(path, root, root_length) == 0 && (path[root_length] == '/' || path[root_length] == 0);
 }
 
-static void of_fd(int fd, char *path) {
+static void of_fd(int fd, char* path) {
   char link[64];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   ssize_t n = readlink(link, path, PATH_MAX - 1);
   path[n > 0 ? n : 0] = 0;
 }
 
-static void of_name(int folder, const char *name, char *path) {
+static void of_name(int folder, const char* name, char* path) {
   if (name[0] == '/') {
     snprintf(path, PATH_MAX, "%s", name);
     return;
@@ -69,22 +70,22 @@ static void of_name(int folder, const char *name, char *path) {
   if (snprintf(path, PATH_MAX, "%s/%s", start, name) >= PATH_MAX) abort();
 }
 
-static const char *shown(const char *path) { return path[root_length] ? path + root_length + 1 : "."; }
+static const char* shown(const char* path) { return path[root_length] ? path + root_length + 1 : "."; }
 
-static unsigned long number_of(const char *path) {
+static unsigned long number_of(const char* path) {
   struct stat info;
   return lstat(path, &info) == 0 ? info.st_ino : 0;
 }
 
 // One call that is being counted. `fate` says what to do with it.
 struct call {
-  const char *name;
+  const char* name;
   char path[PATH_MAX], other[PATH_MAX];
   enum { DO, REFUSE, HALVE, HALVE_AND_DIE } fate;
 };
 
 // Take the lock and number the call; 0 when it is none of ours (then the lock is not held).
-static int enter(struct call *call) {
+static int enter(struct call* call) {
   pthread_mutex_lock(&lock);
   if (!armed || !(below(call->path) || (call->other[0] && below(call->other)))) {
     pthread_mutex_unlock(&lock);
@@ -105,8 +106,8 @@ static int enter(struct call *call) {
   return 1;
 }
 
-static void put(const void *data, size_t size) {
-  const char *from = data;
+static void put(const void* data, size_t size) {
+  const char* from = data;
   while (size > 0) {
     ssize_t n = syscall(SYS_write, log_fd, from, size);
     if (n <= 0) abort();
@@ -114,13 +115,14 @@ static void put(const void *data, size_t size) {
   }
 }
 
-static long leave(struct call *call, unsigned long ino, long long offset, const void *data, long result) {
+static long leave(struct call* call, unsigned long ino, long long offset, const void* data, long result) {
   const int error = errno;
   if (log_fd >= 0) {
     char line[3 * PATH_MAX];
     const long size = data && result > 0 ? result : 0;
-    const int n = snprintf(line, sizeof line, "%s\t%lu\t%s\t%s\t%lld\t%ld\t%ld\n", call->name, ino, shown(call->path),
-                           call->other[0] ? shown(call->other) : "", offset, result < 0 ? -(long)error : result, size);
+    const int n =
+        snprintf(line, sizeof line, "%s\t%lu\t%s\t%s\t%lld\t%ld\t%ld\n", call->name, ino, shown(call->path),
+                 call->other[0] ? shown(call->other) : "", offset, result < 0 ? -(long)error : result, size);
     put(line, (size_t)n);
     if (size) put(data, (size_t)size);
   }
@@ -134,8 +136,8 @@ static long leave(struct call *call, unsigned long ino, long long offset, const 
 }
 
 #define REAL(name) ((__typeof__(&name))real(#name))
-static void *real(const char *name) {
-  void *found = dlsym(RTLD_NEXT, name);
+static void* real(const char* name) {
+  void* found = dlsym(RTLD_NEXT, name);
   if (!found) abort();
   return found;
 }
@@ -145,8 +147,8 @@ static long refuse(void) {
   return -1;
 }
 
-static int do_open(int folder, const char *name, int flags, mode_t bits) {
-  int (*open_)(int, const char *, int, ...) = REAL(openat);
+static int do_open(int folder, const char* name, int flags, mode_t bits) {
+  int (*open_)(int, const char*, int, ...) = REAL(openat);
   struct call call = {.name = "create"};
   if (armed && (flags & (O_CREAT | O_TRUNC))) of_name(folder, name, call.path);
   if (!call.path[0] || !enter(&call)) return open_(folder, name, flags, bits);
@@ -156,39 +158,40 @@ static int do_open(int folder, const char *name, int flags, mode_t bits) {
   return (int)leave(&call, fd >= 0 ? number_of(call.path) : 0, 0, NULL, fd);
 }
 
-#define MODE_OF(flags, bits)                  \
-  mode_t bits = 0;                            \
-  if ((flags) & O_CREAT) {                    \
-    va_list more;                             \
-    va_start(more, flags);                    \
-    bits = (mode_t)va_arg(more, unsigned);    \
-    va_end(more);                             \
+#define MODE_OF(flags, bits)               \
+  mode_t bits = 0;                         \
+  if ((flags) & O_CREAT) {                 \
+    va_list more;                          \
+    va_start(more, flags);                 \
+    bits = (mode_t)va_arg(more, unsigned); \
+    va_end(more);                          \
   }
 
-int open(const char *name, int flags, ...) {
+int open(const char* name, int flags, ...) {
   MODE_OF(flags, bits)
   return do_open(AT_FDCWD, name, flags, bits);
 }
-int open64(const char *name, int flags, ...) {
+int open64(const char* name, int flags, ...) {
   MODE_OF(flags, bits)
   return do_open(AT_FDCWD, name, flags, bits);
 }
-int openat(int folder, const char *name, int flags, ...) {
+int openat(int folder, const char* name, int flags, ...) {
   MODE_OF(flags, bits)
   return do_open(folder, name, flags, bits);
 }
-int openat64(int folder, const char *name, int flags, ...) {
+int openat64(int folder, const char* name, int flags, ...) {
   MODE_OF(flags, bits)
   return do_open(folder, name, flags, bits);
 }
 
 // offset < 0: at the descriptor's own position.
-static ssize_t do_write(int fd, const void *data, size_t size, off_t offset) {
-  ssize_t (*pwrite_)(int, const void *, size_t, off_t) = REAL(pwrite64);
-  ssize_t (*write_)(int, const void *, size_t) = REAL(write);
+static ssize_t do_write(int fd, const void* data, size_t size, off_t offset) {
+  ssize_t (*pwrite_)(int, const void*, size_t, off_t) = REAL(pwrite64);
+  ssize_t (*write_)(int, const void*, size_t) = REAL(write);
   struct call call = {.name = "write"};
   if (armed) of_fd(fd, call.path);
-  if (!call.path[0] || !enter(&call)) return offset < 0 ? write_(fd, data, size) : pwrite_(fd, data, size, offset);
+  if (!call.path[0] || !enter(&call))
+    return offset < 0 ? write_(fd, data, size) : pwrite_(fd, data, size, offset);
   struct stat info = {0};
   fstat(fd, &info);
   const off_t where = offset < 0 ? lseek(fd, 0, SEEK_CUR) : offset;
@@ -204,9 +207,13 @@ static ssize_t do_write(int fd, const void *data, size_t size, off_t offset) {
   return leave(&call, info.st_ino, where, data, n);
 }
 
-ssize_t write(int fd, const void *data, size_t size) { return do_write(fd, data, size, -1); }
-ssize_t pwrite(int fd, const void *data, size_t size, off_t offset) { return do_write(fd, data, size, offset); }
-ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) { return do_write(fd, data, size, offset); }
+ssize_t write(int fd, const void* data, size_t size) { return do_write(fd, data, size, -1); }
+ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
+  return do_write(fd, data, size, offset);
+}
+ssize_t pwrite64(int fd, const void* data, size_t size, off64_t offset) {
+  return do_write(fd, data, size, offset);
+}
 
 static int do_truncate(int fd, off_t size) {
   int (*truncate_)(int, off_t) = REAL(ftruncate64);
@@ -245,7 +252,7 @@ int close(int fd) {
   return (int)leave(&call, 0, 0, NULL, result);
 }
 
-static int do_link(const char *name, int from, const char *old, int to, const char *new, unsigned flags) {
+static int do_link(const char* name, int from, const char* old, int to, const char* new, unsigned flags) {
   struct call call = {.name = name};
   const int links = name[0] == 'l';
   if (armed) of_name(from, old, call.path), of_name(to, new, call.other);
@@ -262,30 +269,33 @@ static int do_link(const char *name, int from, const char *old, int to, const ch
   return counted ? (int)leave(&call, ino, 0, NULL, result) : (int)result;
 }
 
-int link(const char *old, const char *new) { return do_link("link", AT_FDCWD, old, AT_FDCWD, new, 0); }
-int linkat(int from, const char *old, int to, const char *new, int flags) {
+int link(const char* old, const char* new) { return do_link("link", AT_FDCWD, old, AT_FDCWD, new, 0); }
+int linkat(int from, const char* old, int to, const char* new, int flags) {
   return do_link("link", from, old, to, new, (unsigned)flags);
 }
-int rename(const char *old, const char *new) { return do_link("rename", AT_FDCWD, old, AT_FDCWD, new, 0); }
-int renameat(int from, const char *old, int to, const char *new) { return do_link("rename", from, old, to, new, 0); }
-int renameat2(int from, const char *old, int to, const char *new, unsigned flags) {
+int rename(const char* old, const char* new) { return do_link("rename", AT_FDCWD, old, AT_FDCWD, new, 0); }
+int renameat(int from, const char* old, int to, const char* new) {
+  return do_link("rename", from, old, to, new, 0);
+}
+int renameat2(int from, const char* old, int to, const char* new, unsigned flags) {
   return do_link("rename", from, old, to, new, flags);
 }
 
-static int do_unlink(int folder, const char *name, int flags) {
-  int (*unlink_)(int, const char *, int) = REAL(unlinkat);
+static int do_unlink(int folder, const char* name, int flags) {
+  int (*unlink_)(int, const char*, int) = REAL(unlinkat);
   struct call call = {.name = flags & AT_REMOVEDIR ? "rmdir" : "unlink"};
   if (armed) of_name(folder, name, call.path);
   if (!call.path[0] || !enter(&call)) return unlink_(folder, name, flags);
-  return (int)leave(&call, number_of(call.path), 0, NULL, call.fate == REFUSE ? refuse() : unlink_(folder, name, flags));
+  return (int)leave(&call, number_of(call.path), 0, NULL,
+                    call.fate == REFUSE ? refuse() : unlink_(folder, name, flags));
 }
 
-int unlink(const char *name) { return do_unlink(AT_FDCWD, name, 0); }
-int unlinkat(int folder, const char *name, int flags) { return do_unlink(folder, name, flags); }
-int rmdir(const char *name) { return do_unlink(AT_FDCWD, name, AT_REMOVEDIR); }
+int unlink(const char* name) { return do_unlink(AT_FDCWD, name, 0); }
+int unlinkat(int folder, const char* name, int flags) { return do_unlink(folder, name, flags); }
+int rmdir(const char* name) { return do_unlink(AT_FDCWD, name, AT_REMOVEDIR); }
 
-static int do_mkdir(int folder, const char *name, mode_t bits) {
-  int (*mkdir_)(int, const char *, mode_t) = REAL(mkdirat);
+static int do_mkdir(int folder, const char* name, mode_t bits) {
+  int (*mkdir_)(int, const char*, mode_t) = REAL(mkdirat);
   struct call call = {.name = "mkdir"};
   if (armed) of_name(folder, name, call.path);
   if (!call.path[0] || !enter(&call)) return mkdir_(folder, name, bits);
@@ -293,5 +303,5 @@ static int do_mkdir(int folder, const char *name, mode_t bits) {
   return (int)leave(&call, result == 0 ? number_of(call.path) : 0, 0, NULL, result);
 }
 
-int mkdir(const char *name, mode_t bits) { return do_mkdir(AT_FDCWD, name, bits); }
-int mkdirat(int folder, const char *name, mode_t bits) { return do_mkdir(folder, name, bits); }
+int mkdir(const char* name, mode_t bits) { return do_mkdir(AT_FDCWD, name, bits); }
+int mkdirat(int folder, const char* name, mode_t bits) { return do_mkdir(folder, name, bits); }

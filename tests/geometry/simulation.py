@@ -10,6 +10,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class Truth:
     everywhere: set[int]
 
     @staticmethod
-    def random(rng: random.Random, tensors: int) -> Truth:
+    def draw(rng: random.Random, tensors: int) -> Truth:
         truth = Truth(None, [], {}, set())
         count = rng.randint(1, tensors)
         for k in range(count):
@@ -108,7 +109,7 @@ class Grid:
     explicit: bool
 
     @staticmethod
-    def random(rng: random.Random, ranks: Sequence[int], ndim: int) -> Grid:
+    def draw(rng: random.Random, ranks: Sequence[int], ndim: int) -> Grid:
         sizes = _factors(rng, len(ranks))
         order: dict[int, list[int]] = {}
         for d in rng.sample(range(len(sizes)), len(sizes)):
@@ -179,7 +180,7 @@ class Holding:
     boxes: dict[int, list[Box]] = field(default_factory=dict)
 
     @staticmethod
-    def random(rng: random.Random, shape: Sequence[int], world: int, everywhere: bool) -> Holding:
+    def draw(rng: random.Random, shape: Sequence[int], world: int, everywhere: bool) -> Holding:
         ranks = rng.sample(range(world), world) if rng.random() < 0.3 else list(range(world))
         kind = rng.random()
         if kind < 0.15:
@@ -191,7 +192,7 @@ class Holding:
         while ranks:
             part = ranks if rng.random() < 0.7 else ranks[: rng.randint(1, len(ranks))]
             ranks = ranks[len(part) :]
-            found.grids.append(Grid.random(rng, part, len(shape)))
+            found.grids.append(Grid.draw(rng, part, len(shape)))
             rest = rng.random()
             if rest < 0.3 and len(part) <= len(ranks):
                 # The same grid once more, by ranks that know nothing of the first ones.
@@ -249,7 +250,7 @@ class Holding:
             box = grid.box(truth.shape, rank)
             local = Local(box.size, truth.dtype, rng)
             return Sharded(grid.spec(rank), truth.shape, local.tensor), [(box, local)]
-        return Sharded(grid.spec(rank), truth.shape, torch.empty(0, dtype=truth.dtype)), []
+        return Sharded(grid.spec(rank), truth.shape, truth.new_empty(0)), []
 
 
 def _shatter(rng: random.Random, box: Box, eagerness: float) -> Iterator[Box]:
@@ -294,7 +295,7 @@ class Rank:
         for name in self._flat.tensors:
             value = self.live[name]
             describe = self._describer._sharded if isinstance(value, Sharded) else self._describer.describe
-            found[name] = describe(value, name=name)  # type: ignore[arg-type]
+            found[name] = describe(value, name=name)
         return found
 
     def say(self, described: dict[str, Described]) -> bytes:
@@ -360,7 +361,7 @@ def entries(layout: Layout, rank: int, data: bytes) -> tuple[shard.Entry, ...]:
 
 def _ranges(rng: random.Random, size: int) -> Iterator[tuple[int, int]]:
     cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.choice([0, 1, 4])))})
-    spans = list(zip(cuts, cuts[1:], strict=False))
+    spans = list(pairwise(cuts))
     rng.shuffle(spans)
     yield from spans
 
@@ -379,8 +380,10 @@ class World:
                 tied[k] = rng.choice([1.0, 1.0, 0.5])
                 holdings.append(holdings[truth.tied[k]])
             else:
-                holdings.append(Holding.random(rng, tensor.shape, size, everywhere))
-        self.ties = {k: truth.tied[k] for k, share in tied.items() if share == 1.0}
+                holdings.append(Holding.draw(rng, tensor.shape, size, everywhere))
+        # Tensors that are tied only here and there need not be stored once.
+        self.once = set(tied.values()) <= {1.0}
+        self.ties = set(tied)
         extra = rng.random() < 0.3
         self.ranks: list[Rank] = []
         for number in range(size):
@@ -404,8 +407,8 @@ class World:
     def fill(self) -> None:
         """Give every rank the values that are true."""
         for rank in self.ranks:
-            for _, _, local, values in rank.memory:
-                local.tensor.copy_(values)
+            for _, _, local, true in rank.memory:
+                local.tensor.copy_(true)
 
     def wipe(self) -> None:
         for rank in self.ranks:
@@ -433,8 +436,8 @@ class World:
         return [
             f"rank {rank.rank} of {len(self.ranks)}: {name} {box}, strides {local.tensor.stride()}"
             for rank in self.ranks
-            for name, box, local, values in rank.memory
-            if not local.holds(values)
+            for name, box, local, true in rank.memory
+            if not local.holds(true)
         ]
 
 

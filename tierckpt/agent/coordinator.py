@@ -9,6 +9,7 @@ import os
 import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from tierckpt.agent.roots import Nodes, one_root, spread_begin
 from tierckpt.config import FREE_MARGIN, Retention
@@ -61,6 +62,7 @@ class Coordinator:
             0,
             frozenset(),
         )  # links seen when we began, and the keys that may sign
+        self._pins: Path | None = None
         self.roots = one_root(1)
 
     @property
@@ -96,6 +98,8 @@ class Coordinator:
                 )
             link = store.publish(lambda chain: self._begin_link(chain, key.public, choose), key)
         self.generation = store.chain.generation
+        # The folder of this moment: a last word at the end of the process goes to the same place.
+        self._pins = trust.Pins.load(store.run).path.parent.parent
         trust.remember(store.chain, store.url, trusted=self._trusted)
         return json.dumps({"run": store.run, "generation": self.generation}).encode()
 
@@ -121,7 +125,7 @@ class Coordinator:
     def believe(self, store: Store) -> None:
         """Raise UntrustedError unless the chain is to be believed."""
         held = trust.held_keys(store.run, self._given_key)
-        trust.Trust(self._trusted, held, self._expect_head).check(store.chain, store.url)
+        trust.Trust(self._trusted, held, self._expect_head).check(store)
 
     def room_for(self, total: int, step: int, rank: int) -> None:
         """Make sure that this root's share of ``total`` bytes can be written; retired checkpoints go at once if need be.
@@ -227,8 +231,9 @@ class Coordinator:
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
-        if self._store is not None and self.generation:  # else the chain was not believed
-            trust.remember(self._store.chain, self._store.url, trusted=self._trusted)
+        if self._store is not None and self._pins is not None:  # else the chain was not believed, or not here
+            pins = trust.Pins.load(self._store.run, self._pins)
+            trust.remember(self._store.chain, self._store.url, pins, self._trusted)
 
     def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> str | None:
         """Retire what the new checkpoint replaces, and remove what was retired long enough ago."""

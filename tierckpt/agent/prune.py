@@ -8,6 +8,7 @@ from typing import Any
 
 from tierckpt.agent.coordinator import check_present, to_retire
 from tierckpt.config import Retention
+from tierckpt.errors import StoreError
 from tierckpt.format.chain import Chain, CheckpointRef, Link
 from tierckpt.format.keys import SigningKey
 from tierckpt.tiers import leftovers, trust
@@ -53,15 +54,14 @@ def prune(
     """See :func:`tierckpt.prune`."""
     store = Store.open(place)
     store.must_hold(run)
-    trust.Trust(trusted, trust.held_keys(store.run, key)).check(store.chain, store.url)
+    trust.Trust(trusted, trust.held_keys(store.run, key)).check(store)
     done = Pruned(retired=_going(store.chain, policy))
     if done.retired:
         staying = [ref for ref in store.chain.lineage() if ref not in done.retired]
         for ref in staying:
             check_present(store, store.manifest(ref))
         if not dry_run:
-            signer = trust.signing_key(store.run, key)
-            store.endorse(signer)
+            signer = _signer(store, key)
             store.publish(lambda chain: _retire(chain, policy), signer)
     found = leftovers.find(store, grace=grace)
     if dry_run:
@@ -73,6 +73,18 @@ def prune(
     done.size = found.size
     done.waiting = sorted(info.name for info in found.waiting)
     return done
+
+
+def _signer(store: Store, key: str | os.PathLike[str] | SigningKey | None) -> SigningKey:
+    """A key that the chain knows: a stranger's signature would make it untrusted for everybody else."""
+    if key is not None or trust.held_keys(store.run, None):
+        signer = trust.signing_key(store.run, key)
+        if signer.public in store.chain.keys:
+            return signer
+    raise StoreError(
+        f"{store.url}: retiring checkpoints takes the private key that signs for run {store.run}, and it is not at hand: "
+        "pass it (key=, --key, TIERCKPT_KEY)"
+    )
 
 
 def _going(chain: Chain, policy: Retention | None) -> list[CheckpointRef]:

@@ -9,7 +9,8 @@ import click
 
 from tierckpt.agent.coordinator import check_present
 from tierckpt.cli.history import history, name_of
-from tierckpt.cli.output import count, moment, say, say_json, size, spans
+from tierckpt.cli.mesh import Job, Reading, parse, readings
+from tierckpt.cli.output import count, moment, say, say_json, size, spans, table
 from tierckpt.cli.target import (
     DATA_ERRORS,
     Problem,
@@ -21,6 +22,7 @@ from tierckpt.cli.target import (
     say_problems,
     trust_problems,
 )
+from tierckpt.config import MAX_RESTARTS
 from tierckpt.errors import TierckptError
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, CheckpointRef
@@ -28,11 +30,11 @@ from tierckpt.format.receipt import SIZE_LIMIT, Receipt
 from tierckpt.restore.locate import candidates
 from tierckpt.tiers import leftovers
 from tierckpt.tiers.base import FileInfo
+from tierckpt.tiers.content import Content
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.verify import check_layout
 
 #: As :class:`tierckpt.Checkpointer` has it by default.
-_MAX_RESTARTS = 3
 
 
 @dataclass
@@ -62,19 +64,33 @@ class _Other:
 
 @click.command(short_help="Say what a restore would take, and why nothing newer.")
 @root_argument
+@click.option("--mesh", metavar="NAME=N,…", help="Say which rank of such a job would read what, say dp=4,tp=2.")
+@click.option(
+    "--placements",
+    multiple=True,
+    metavar="GLOB=SPEC,…",
+    help="With --mesh: how tensors are cut, say '*.weight=Shard(0):tp,Shard(0):dp' (tp cuts first) or '*=Replicate'.",
+)
 @json_option
 @reports_data_errors(head=None, restore=None, candidates=[], others=[])
-def command(root: str, as_json: bool) -> int:
+def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: bool) -> int:
     """Say which checkpoint of the store at ROOT a restore would take, from where, and why no newer one.
+
+    With --mesh also what each rank of a job would read of it. Ranks are numbered in row-major order; a tensor that no
+    glob of --placements matches is cut along its first dimension over the first one of the mesh.
 
     Reads documents, names and sizes, no tensor bytes: `tierckpt verify` does that.
     """
+    if mesh is None and placements:
+        raise click.UsageError("--placements needs --mesh")
+    job = None if mesh is None else parse(mesh, placements)
     store = open_store(root)
     problems = trust_problems(store)
     tried, notes = _try(store)
     chosen = tried[-1] if tried and not tried[-1].problems and not problems else None
     others = _others(store)
     problems += [problem for candidate in tried for problem in candidate.problems]
+    told = [] if job is None or chosen is None else list(readings(Content.open(store, chosen.ref), job))
     if as_json:
         say_json(
             {
@@ -83,6 +99,7 @@ def command(root: str, as_json: bool) -> int:
                 "head": store.chain.links[-1].digest,
                 "generation": store.chain.generation,
                 "restore": None if chosen is None else _source(store, chosen),
+                **({} if job is None else {"mesh": _mesh(job, told)}),
                 "candidates": [candidate.to_json() for candidate in tried],
                 "lineage": [_ref(ref) for ref in store.chain.lineage()],
                 "others": [other.to_json() for other in others],
@@ -92,6 +109,8 @@ def command(root: str, as_json: bool) -> int:
         )
     else:
         _say(store, chosen, tried, others, notes, problems)
+        if job is not None:
+            _say_mesh(job, told)
     return 1 if problems else 0
 
 
@@ -99,7 +118,7 @@ def _try(store: Store) -> tuple[list[_Candidate], list[str]]:
     """Candidates in the order of a restore, up to the first that is usable; and why some come last."""
     if not store.chain.lineage():
         return [], []
-    refs, notes = candidates(store, step=None, max_restarts=_MAX_RESTARTS)
+    refs, notes = candidates(store, step=None, max_restarts=MAX_RESTARTS)
     tried = []
     for ref in refs:
         candidate = _Candidate(ref)
@@ -205,6 +224,30 @@ def _say(
     if older:
         steps = ", ".join(str(ref.step) for ref in older[:10]) + (", …" if len(older) > 10 else "")
         say(f"behind it: {count(len(older), 'older checkpoint')}: {steps}")
+
+
+def _mesh(job: Job, told: list[Reading]) -> dict[str, Any]:
+    dimensions = [{"name": name, "size": n} for name, n in zip(job.dimensions, job.shape, strict=True)]
+    return {"dimensions": dimensions, "readings": [reading.to_json(job.dimensions) for reading in told]}
+
+
+def _say_mesh(job: Job, told: list[Reading]) -> None:
+    if not told:
+        return
+    rows = [
+        (
+            spans(reading.ranks),
+            *("*" if c is None else str(c) for c in reading.coordinate),
+            size(reading.needed),
+            size(reading.read),
+            str(reading.chunks),
+            spans(list(reading.shards)),
+        )
+        for reading in told
+    ]
+    say()
+    columns = ("ranks", *job.dimensions, "needed, each", "read", "chunks", "of the shards of ranks")
+    table(columns, rows, right=columns[1:-1])
 
 
 def _ref(ref: CheckpointRef) -> dict[str, Any]:

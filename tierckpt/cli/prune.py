@@ -11,9 +11,6 @@ from tierckpt.cli.history import name_of
 from tierckpt.cli.output import count, say, say_json, size
 from tierckpt.cli.target import json_option, place_at, reports_data_errors, root_argument
 from tierckpt.config import READERS_GRACE
-from tierckpt.errors import StoreError
-from tierckpt.tiers import trust
-from tierckpt.tiers.store import Store
 
 
 @click.command(short_help="Retire old checkpoints, remove left-overs.")
@@ -38,8 +35,6 @@ def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str |
     committed, of writes that did not finish, and layouts that no checkpoint uses.
     """
     place = place_at(root)
-    if keep is not None and key is None and not dry_run:
-        _must_hold_a_key(Store.open(place))
     done = inspection.prune(place.root, keep, grace=grace, dry_run=dry_run, key=key)
     if as_json:
         say_json(done.to_json())
@@ -57,12 +52,3 @@ def command(root: str, keep: int | None, grace: float, dry_run: bool, key: str |
 
 def _by_folder(names: list[str]) -> list[tuple[str, int]]:
     return sorted(Counter(name.rpartition("/")[0] or "." for name in names).items())
-
-
-def _must_hold_a_key(store: Store) -> None:
-    """A key that the chain does not know would make it untrusted for everybody else: only on request."""
-    if not trust.held_keys(store.run, None) & store.chain.keys.keys():
-        raise StoreError(
-            f"{store.url}: no key at hand is one of run {store.run}; pass --key with the private key that signed, "
-            "or with another one that its readers must then be told to trust"
-        )

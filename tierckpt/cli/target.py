@@ -34,12 +34,7 @@ def place_at(root: str) -> DiskPlace:
     Raises:
         StoreError: it cannot be reached, or is no store.
     """
-    if not root:
-        raise StoreError("ROOT is empty: name the folder of a store")
-    scheme, separator, rest = root.partition("://")
-    if separator and scheme != "file":
-        raise StoreError(f"{root}: this version keeps stores in folders; {scheme}:// is not supported yet")
-    place = DiskPlace(rest if separator else root)
+    place = DiskPlace.at(root)
     try:
         if not place.exists():
             reason = "not a folder" if place.root.exists() else "no such folder"
@@ -77,7 +72,8 @@ def trust_problems(store: Store) -> list[Problem]:
     """Why a restore by this user would not believe the store. Nothing is pinned."""
     trusted = usage(lambda: trust.trusted_keys(None))
     believed = trust.Trust(trusted, trust.held_keys(store.run, None))
-    found = believed.problems(store.chain, store.url, trust.Pins.load(store.run))
+    pins = trust.pins_of(store)
+    found = believed.problems(store.chain, store.url, pins)
     return [{"kind": "untrusted", "message": message} for message in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -224,6 +225,16 @@ class Cut:
                 size[p] = hi - lo
             yield coordinate, Box(tuple(offset), tuple(size))
 
+    def counts(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many boxes of a tensor of this shape have elements, and how many of them at least are as large as the
+        first. Does not go through them."""
+        boxes = large = 1
+        for p, dims in self._steps.items():
+            some, full = _counts(shape[p], tuple(self.mesh.shape[d] for d in dims))
+            boxes *= some
+            large *= full
+        return boxes, large
+
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Cut)
@@ -256,3 +267,14 @@ def _spans(
     last = (min(want_hi, hi) - lo - 1) // q
     for i in range(first, last + 1):
         yield from _spans(lo + i * q, min(lo + (i + 1) * q, hi), parts[1:], want_lo, want_hi, (*places, i))
+
+
+@lru_cache(maxsize=4096)
+def _counts(n: int, parts: tuple[int, ...]) -> tuple[int, int]:
+    """Of ``n`` indices cut into ``parts[0]``, each of these into ``parts[1]`` …: pieces, and those of the largest size."""
+    if n == 0 or not parts:
+        return (1, 1) if n else (0, 0)
+    q = -(-n // parts[0])
+    whole, rest = divmod(n, q)
+    some, full = _counts(q, parts[1:])
+    return whole * some + _counts(rest, parts[1:])[0], whole * full

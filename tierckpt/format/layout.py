@@ -10,10 +10,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, compress, pairwise
+from math import prod
 from typing import NamedTuple
 
 from tierckpt.errors import IntegrityError
-from tierckpt.format import columns, layout_plan
+from tierckpt.format import columns, layout_plan, shard
 from tierckpt.format.boxes import Box, intersection, part, tiles, whole
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
@@ -398,6 +399,35 @@ class Layout:
             if count == cut.mesh.size // cut.replicas * choice[2]:
                 full.add(choice)
         return array("I", compress(range(self.world), marks))
+
+    @property
+    def fewest_writers(self) -> int:
+        """At least so many ranks are among the writers; known in time that does not grow with their number."""
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()
+        most = 1
+        for i, (number, split) in enumerate(zip(self._cut_of, self._splits, strict=True)):
+            if number == LISTED or self._aliases[i] != i:
+                continue
+            shape = self.shape(i)
+            if (number, split, shape) in seen or 0 in shape:
+                continue
+            seen.add((number, split, shape))
+            cut = self.cuts[number]
+            boxes, large = cut.counts(shape)
+            first = cut.box(shape, [0] * len(cut.placements))
+            most = max(most, boxes, large if part(first, 0, split) is None else large * split)
+        return most
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each once. Raises ``LayoutError`` for a dtype that this version does not know."""
+        sizes = [shard.dtype(name).size for name in self.dtypes]
+        starts, shapes = self._starts, self._shapes
+        return sum(
+            prod(shapes[starts[i] : starts[i + 1]]) * sizes[kind]
+            for i, (kind, alias) in enumerate(zip(self._dtype_of, self._aliases, strict=True))
+            if alias == i
+        )
 
     def has_blob(self, rank: int) -> bool:
         return any(first <= rank <= last for first, last in self.blobs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tierckpt.errors import IntegrityError, LayoutError
+from tierckpt.errors import IntegrityError, LayoutError, StateError
 from tierckpt.format.boxes import Box
 from tierckpt.format.canonical import JSON
 from tierckpt.format.chain import CheckpointRef
@@ -50,6 +51,27 @@ def documents(group: Group, store: Store, ref: CheckpointRef, source: int) -> tu
     return found[0]
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls ``name``. Raises ``LayoutError`` if it has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"this version of torch has no dtype {name[:40]!r}; use a newer one")
+    return dtype
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Host memory that cannot be had is an error that names ``what``: how much is wanted is for the checkpoint to say."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            raise StateError(f"{what}: there is not enough memory: {error}") from error
+        raise
+
+
 class Attempt:
     """A checkpoint on its way into a template. Its methods are collective, to be called in their order."""
 
@@ -89,6 +111,7 @@ class Attempt:
         what = f"fitting {self._what}"
         blobs: dict[int, list[str]] = {}
 
+        @memory_for(self._what)
         def match() -> bytes:
             contents = self._contents = Contents(self.layout, self._group.rank)
             self._target = Target(self._state, contents.saved, keys=self._keys, strict=self._strict, cast=self._cast)
@@ -103,6 +126,7 @@ class Attempt:
             self._refuse(unexpected_problems(set.intersection(*(set(json.loads(names)) for names in told))))
         found = self._shards.values(blobs)
 
+        @memory_for(self._what)
         def check() -> bytes:
             for rank, wanted in blobs.items():
                 self._values.update((name, pick(found[rank], name, rank)) for name in wanted)
@@ -129,7 +153,7 @@ class Attempt:
         describer = Describer(self._group.global_ranks)
         for name, value in self._target.tensors.items():
             index = self._contents.numbers[name]
-            dtype = getattr(torch, layout.dtype(index))
+            dtype = torch_dtype(layout.dtype(index))
             pieces = describer.describe(value, name=name).pieces
             places = [self._place(box, tensor, dtype, name) for box, tensor in pieces]
             self._wanted.append(Wanted(index, places))

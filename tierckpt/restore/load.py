@@ -17,7 +17,7 @@ from tierckpt.format.boxes import whole
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.restore.attempt import Attempt, Contents, documents, pick
+from tierckpt.restore.attempt import Attempt, Contents, documents, memory_for, pick, torch_dtype
 from tierckpt.restore.choice import choose
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
@@ -189,6 +189,7 @@ def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | 
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[int, torch.Tensor] = {}
 
+    @memory_for(f"step {ref.step} of {store.url}")
     def allocate() -> bytes:
         for name in chosen:
             index = contents.numbers.get(name)
@@ -198,7 +199,7 @@ def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | 
             tensor = owners.get(owner)
             if tensor is None:
                 shape = layout.shape(index)
-                tensor = owners[owner] = torch.empty(shape, dtype=getattr(torch, layout.dtype(index)))
+                tensor = owners[owner] = torch.empty(shape, dtype=torch_dtype(layout.dtype(index)))
                 wanted.append(Wanted(owner, [Destination(whole(shape), tensor, None)]))
             tensors[name] = tensor
         return b""

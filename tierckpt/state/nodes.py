@@ -169,4 +169,9 @@ def container_of(node: SavedNode, items: Sequence[tuple[Any, Any]]) -> Any:
 def array_of(tensor: torch.Tensor, node: SavedNode) -> arrays.Array:
     """The numpy array of an "array" node."""
     dtype, shape = node.detail
-    return arrays.from_tensor(tensor, dtype, tuple(shape))
+    try:
+        return arrays.from_tensor(tensor, dtype, tuple(shape))
+    except (TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{readable(node.name)}: the layout describes no array of dtype {str(dtype)[:40]}: {error}"
+        ) from None

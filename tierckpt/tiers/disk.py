@@ -38,6 +38,21 @@ class DiskPlace(Place):
         #: Folders of which this process knows that a loss of power leaves them there.
         self._durable: set[str] = set()
 
+    @classmethod
+    def at(cls, root: str | os.PathLike[str]) -> DiskPlace:
+        """The place that a user's ``root`` names: a path, or a ``file://`` URL.
+
+        Raises:
+            StoreError: it is empty, or of another scheme.
+        """
+        text = os.fspath(root)
+        scheme, separator, rest = text.partition("://")
+        if separator and scheme != "file":
+            raise StoreError(f"{text}: this version keeps stores in folders; {scheme}:// is not supported yet")
+        if not text or (separator and not rest):
+            raise StoreError(f"root={text!r}: name the folder of a store")
+        return cls(rest if separator else text)
+
     def __repr__(self) -> str:
         return f"DiskPlace({self.url!r})"
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from tierckpt.errors import FencedError, IncompleteError, IntegrityError, StoreError, UntrustedError
 from tierckpt.format import paths
-from tierckpt.format.chain import Chain, CheckpointRef, Link
+from tierckpt.format.chain import Chain, CheckpointRef, KeyLink, Link
 from tierckpt.format.digest import CHUNK, derive
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.layout import Layout
@@ -133,6 +133,9 @@ class Store:
             if unsigned is None:
                 return None
             link = unsigned.sign(key)
+            introduces = isinstance(link.body, KeyLink) and link.body.introduces == key.public
+            if self.chain.links and key.public not in self.chain.keys and not introduces:
+                raise UntrustedError(f"{self.url}: key {key.public} is not one that may sign here; no link introduces it")
             self.place.create(paths.link(link.number), link.encode())
             self.refresh()  # reads back what is there: it may be our own even if it existed
             if len(self.chain.links) <= link.number:

@@ -17,12 +17,16 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt.config import config_dir
 from tierckpt.errors import StoreError, TierckptError, UntrustedError
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, LinkSummary
 from tierckpt.format.keys import SigningKey, read_public
+
+if TYPE_CHECKING:
+    from tierckpt.tiers.store import Store
 
 
 class TrustWarning(UserWarning):
@@ -95,8 +99,9 @@ class Pins:
     heads: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, run: str) -> Pins:
-        pins = cls(config_dir() / "known" / f"{run}.json")
+    def load(cls, run: str, folder: Path | None = None) -> Pins:
+        """Those of ``run`` in ``folder``, by default the user's configuration folder."""
+        pins = cls((folder or config_dir()) / "known" / f"{run}.json")
         try:
             data = pins.path.read_bytes()
         except OSError:  # never seen, or a home that cannot be read: nothing is pinned
@@ -176,18 +181,28 @@ class Trust:
             return self.keys | self.held
         return frozenset(pins.keys) | self.held if pins.keys else None
 
-    def check(self, chain: Chain, root: str, *, pin: bool = True) -> None:
-        """Believe a chain or raise; what is believed is pinned.
+    def check(self, store: Store) -> None:
+        """Believe the chain of a store or raise; what is believed is pinned.
 
         Raises:
             UntrustedError: all that is wrong.
         """
-        pins = Pins.load(chain.run or "")
-        found = self.problems(chain, root, pins)
+        pins = pins_of(store)
+        found = self.problems(store.chain, store.url, pins)
         if found:
             raise UntrustedError("; ".join(found))
-        if pin:
-            remember(chain, root, pins, self.keys)
+        remember(store.chain, store.url, pins, self.keys)
+
+
+def pins_of(store: Store) -> Pins:
+    """What this user has seen of the run in a store.
+
+    Its chain is read on: another process of the user may just have published and pinned what it did not have when it was
+    read, and that is no roll-back.
+    """
+    pins = Pins.load(store.run)
+    store.refresh()
+    return pins
 
 
 def stranger(chain: Chain, trusted: frozenset[str], since: int = 0) -> LinkSummary | None:

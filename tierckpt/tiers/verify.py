@@ -20,7 +20,7 @@ from tierckpt.tiers import leftovers
 from tierckpt.tiers.base import Place, Reader
 from tierckpt.tiers.chunks import check_header, read_chunks, read_header
 from tierckpt.tiers.store import Store
-from tierckpt.tiers.trust import Pins, Trust, remember
+from tierckpt.tiers.trust import Pins, Trust, pins_of, remember
 
 
 @dataclass
@@ -100,6 +100,7 @@ def verify(
     report = Report(place.url)
     try:
         store = Store.open(place)
+        pins = pins_of(store)
     except (IntegrityError, UntrustedError, IncompleteError) as error:
         report.add(error)
         return report
@@ -107,7 +108,7 @@ def verify(
     chain = store.chain
     assert chain.head is not None
     report.run, report.head, report.head_number = store.run, chain.head.digest, chain.head.number
-    _check_trust(store, Trust(trust, frozenset(), expect_head), report)
+    _check_trust(store, Trust(trust, frozenset(), expect_head), pins, report)
     found = []
     for ref in _chosen(store, step, every, report):
         report.checked.append((ref.generation, ref.step))
@@ -122,9 +123,8 @@ def verify(
     return report
 
 
-def _check_trust(store: Store, trust: Trust, report: Report) -> None:
+def _check_trust(store: Store, trust: Trust, pins: Pins, report: Report) -> None:
     chain = store.chain
-    pins = Pins.load(store.run)
     found = trust.problems(chain, store.url, pins)
     for message in found:
         report.problems.append({"kind": "untrusted", "message": message})
@@ -183,12 +183,23 @@ def _attempt(report: Report, work: Callable[[], Any]) -> Any:
 
 
 def check_layout(store: Store, manifest: Manifest, layout: Layout) -> None:
-    """Raise IncompleteError unless the manifest lists the shards that its layout calls for."""
-    listed, wanted = [ref.rank for ref in manifest.shards], list(layout.writers)
+    """Raise IncompleteError unless the manifest lists the shards that its layout calls for, IntegrityError unless they have
+    room for its tensors."""
+    listed = [ref.rank for ref in manifest.shards]
+    # A hostile layout can have so many writers that only counting them is too much.
+    many = layout.world > 4 * len(listed) + 1024 and layout.fewest_writers > len(listed)
+    wanted = [] if many else list(layout.writers)
     if layout.world != manifest.world or listed != wanted:
         raise IncompleteError(
             f"{store.url}/{paths.manifest(manifest.generation, manifest.step)}: it lists the shards of ranks "
-            f"{_shown(ranges(listed))} of {manifest.world}, its layout those of {_shown(ranges(wanted))} of {layout.world}"
+            f"{_shown(ranges(listed))} of {manifest.world}, its layout those of {_shown(ranges(wanted)) or 'more ranks'} "
+            f"of {layout.world}"
+        )
+    needed, stored = layout.nbytes, sum(ref.size for ref in manifest.shards)
+    if needed > stored:
+        raise IntegrityError(
+            f"{store.url}/{paths.layout(manifest.layout)}: its tensors take {needed:,} bytes, but the shards of step "
+            f"{manifest.step} have {stored:,}"
         )
 
 
