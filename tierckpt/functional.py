@@ -48,7 +48,8 @@ def save(
     Raises:
         StateError, LayoutError: the state cannot be saved; the message names every path.
         StepExistsError: this process has saved this step before.
-        StoreError: storage refused; nothing of the step is left.
+        StoreError: storage refused. Nothing of the step is left, unless it failed in its very last action, when it had
+            been published.
         FencedError: another process has begun a newer generation of this run.
     """
     session = _session(root, group, run, key, timeout)

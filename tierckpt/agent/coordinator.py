@@ -63,6 +63,10 @@ class Coordinator:
             frozenset(),
         )  # links seen when we began, and the keys that may sign
         self._pins: Path | None = None
+        # Layouts that this process has made durable here.
+        self._layouts: set[str] = set()
+        # Whether there may be something to clean up: a store is not searched after every save.
+        self._littered = True
         self.roots = one_root(1)
 
     @property
@@ -169,7 +173,9 @@ class Coordinator:
 
     def keep_documents(self, manifest: Manifest, layout: bytes) -> bytes:
         """Make layout and manifest durable in this root. On the leader of each."""
-        put(self.place, paths.layout(manifest.layout), layout)
+        if manifest.layout not in self._layouts:
+            put(self.place, paths.layout(manifest.layout), layout)
+            self._layouts = {manifest.layout}  # all steps after this have it, as a rule
         put(self.place, paths.manifest(manifest.generation, manifest.step), manifest.encode())
         return b""
 
@@ -178,8 +184,10 @@ class Coordinator:
         said = json.loads(told)
         for number, data in enumerate(said["links"], said["first"]):
             put(self.place, paths.link(number), b64decode(data))
-        self.store.refresh()
-        self._collect(())
+        news = self.store.refresh()
+        self._littered = self._littered or any(link.action == "retire" for link in news)
+        if self._littered:
+            self._collect(())
         return b""
 
     def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
@@ -214,6 +222,7 @@ class Coordinator:
 
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""
+        self._littered = True
         names = [paths.receipt(self.generation, step, rank), paths.shard(self.generation, step, rank)]
         try:
             self.place.remove(names)
@@ -222,6 +231,7 @@ class Coordinator:
 
     def _give_back(self, ref: CheckpointRef) -> None:
         """Remove the files of a step that could not be published, if it really was not."""
+        self._littered = True
         try:
             self.store.refresh()
             if (ref.generation, ref.step) not in self.store.chain.committed:
@@ -243,7 +253,9 @@ class Coordinator:
                 check_present(self.store, manifest, self.roots.members(0))
                 store = self.store
                 store.publish(lambda chain: self._retire_link(chain, new), key)
-            self._collect(())
+                self._littered = True
+            if self._littered:
+                self._collect(())
         except TierckptError as error:
             # The new checkpoint is durable; old ones that stay do no harm.
             return f"{self.place.url}: old checkpoints could not be retired: {error}"
@@ -259,6 +271,7 @@ class Coordinator:
             self.store, grace=self._grace if grace is None else grace, sparing=sparing, own=self.generation
         )
         self.place.remove(found.removable)
+        self._littered = bool(found.waiting or found.underway)
 
 
 def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> list[CheckpointRef]:

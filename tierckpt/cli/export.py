@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from tierckpt.cli import safetensors
+from tierckpt.cli import safetensors_file
 from tierckpt.cli.checkpoint import described, open_content
 from tierckpt.cli.needs import needs_torch
 from tierckpt.cli.output import count, progress, say, say_json, size
@@ -75,7 +75,7 @@ def command(
     with _new_folder(folder) as temporary:
         if form == "safetensors":
             with progress("exporting") as told:
-                written = safetensors.export(content, temporary, keys=keys or None, limit=limit, progress=told)
+                written = safetensors_file.export(content, temporary, keys=keys or None, limit=limit, progress=told)
         else:
             from tierckpt.cli import torch_file
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 import tierckpt
-from tierckpt.cli.safetensors import Exported
+from tierckpt.cli.safetensors_file import Exported
 from tierckpt.errors import LayoutError, StoreError
 from tierckpt.tiers.content import Content
 

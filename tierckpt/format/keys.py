@@ -159,12 +159,13 @@ def _write_new(path: str | os.PathLike[str], data: bytes, mode: int) -> None:
             os.link(temporary, final)
         finally:
             temporary.unlink()
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
     except OSError as error:
         raise StoreError(f"{os.fspath(path)}: cannot create the key file: {error.strerror}") from None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

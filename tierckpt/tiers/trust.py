@@ -23,7 +23,7 @@ from tierckpt.config import config_dir
 from tierckpt.errors import StoreError, TierckptError, UntrustedError
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, LinkSummary
-from tierckpt.format.keys import SigningKey, read_public
+from tierckpt.format.keys import SigningKey, read_public, sync_folder
 
 if TYPE_CHECKING:
     from tierckpt.tiers.store import Store
@@ -50,6 +50,8 @@ def signing_key(run: str, given: str | os.PathLike[str] | SigningKey | None) -> 
     try:
         own.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         key.save(own)
+        for folder in (own.parent.parent, own.parent.parent.parent):
+            sync_folder(folder)
     except (OSError, StoreError) as error:
         if os.path.exists(own):  # another process of this user was first
             return SigningKey.load(own)
@@ -123,7 +125,11 @@ class Pins:
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary.write_text(text)
+            # Without the fsync a loss of power could leave an empty file, and with it a run that nobody trusts.
+            with open(temporary, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, self.path)
         except OSError:
             with contextlib.suppress(OSError):

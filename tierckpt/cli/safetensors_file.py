@@ -1,4 +1,4 @@
-"""A checkpoint as ``.safetensors`` files with whole tensors, as Hugging Face lays them out, and a JSON file beside them.
+"""A checkpoint as ``.safetensors`` files of whole tensors, laid out as by Hugging Face, with a JSON file beside them.
 
 Tensors are streamed: memory stays bounded, whatever the size of a tensor.
 """

@@ -1,0 +1,267 @@
+"""Where in the data a training run is, independent of how many ranks read it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import numpy
+from numpy.typing import NDArray
+
+from tierckpt.errors import StateError
+
+_Item = TypeVar("_Item")
+_Indices: TypeAlias = "NDArray[numpy.uint64]"
+
+_KEYS = ("consumed", "epoch", "order", "seed", "shuffle", "size", "step")
+#: Names the permutation in the state: one that is computed otherwise has another name, and is refused.
+_ORDER = "feistel 1"
+_ROUNDS = 8
+#: Bits of the smallest domain that is permuted. In smaller ones there are few permutations of this kind.
+_FEWEST_BITS = 10
+_LONGEST = 1 << 62
+
+
+class DataPosition:
+    """The position of a run in its data: epoch, step, samples consumed, seed. Not how it is spread over ranks.
+
+    All data-parallel ranks hold the same position. In every epoch the samples have one global order; each *global
+    batch* is the next ``global_batch`` samples of it, and each rank gets its part of that batch. So a change of the
+    number of ranks (or of the batch size) in the middle of an epoch neither repeats nor skips a sample. It stands in
+    the state like a scheduler does, without ``PerRank``::
+
+        position = DataPosition(len(dataset), seed=7)
+        batches = position.batches(global_batch=512, rank=dp_rank, world=dp_world)
+        loader = DataLoader(dataset, batch_sampler=batches, num_workers=4)
+        state = {"model": model, "data": position}
+        checkpointer.restore(state)
+        while position.epoch < epochs:
+            for batch in batches.consume(loader):    # to the end of the epoch
+                train(batch)
+                checkpointer.save(position.step, state)
+
+    ``consume`` moves the position when it hands a batch out, in the process that trains; what workers have fetched
+    ahead is not counted. A save in the body of the loop therefore counts the batch of the body, and no other.
+
+    The order is a keyed permutation computed per index (a Feistel network, walked until it is inside the data set):
+    it takes no memory, whatever the size of the data set, begins at any sample at once, and stays the same in every
+    version of torch and numpy, which ``torch.randperm`` does not promise.
+
+    Args:
+        size: samples of the data set.
+        seed: any integer; another seed is another order. A load replaces it by the saved one.
+        shuffle: whether each epoch has an order of its own; else it is that of the data set.
+        drop_last: leave out the last samples of an epoch when they are fewer than a global batch. Else the last batch
+            is smaller, and with fewer samples than ranks some ranks get an empty one.
+
+    Attributes:
+        epoch: complete passes over the data.
+        step: global batches consumed, over all epochs.
+        consumed: samples of this epoch that were consumed, by all ranks together.
+
+    Raises:
+        StateError: ``size`` is below 1.
+    """
+
+    def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False) -> None:
+        if not 1 <= size <= _LONGEST:
+            raise StateError(f"DataPosition(size={size!r}): a data set has at least one sample, at most 2**62")
+        self.size, self.seed, self.shuffle, self.drop_last = size, seed, shuffle, drop_last
+        self.epoch = self.step = self.consumed = 0
+
+    def __repr__(self) -> str:
+        where = f"epoch={self.epoch}, step={self.step}, consumed={self.consumed}"
+        return f"DataPosition({self.size}, seed={self.seed}, {where})"
+
+    def batches(self, *, global_batch: int, rank: int, world: int) -> Batches:
+        """The batches of one of ``world`` data-parallel ranks.
+
+        Args:
+            global_batch: samples that all ranks together take in a step. It need not be a multiple of ``world``.
+            rank: among the ranks that read different data; ranks of one tensor-parallel group share theirs.
+
+        Raises:
+            StateError: these numbers are impossible.
+        """
+        if global_batch < 1 or not 0 <= rank < world:
+            raise StateError(
+                f"batches(global_batch={global_batch!r}, rank={rank!r}, world={world!r}): needs at least one sample and "
+                "a rank below world"
+            )
+        if self.drop_last and global_batch > self.size:
+            raise StateError(f"batches(global_batch={global_batch}): with drop_last {self.size} samples are no batch")
+        return Batches(self, global_batch, rank, world)
+
+    def advance(self, global_batch: int) -> None:
+        """Count the next global batch of this size as consumed. After the last one of an epoch the next epoch begins."""
+        self.epoch, self.consumed = self._next(global_batch, *self._start(global_batch, self.epoch, self.consumed))
+        self.step += 1
+
+    def indices(self, epoch: int, first: int, last: int) -> list[int]:
+        """The samples [first, last) of an epoch, in its order, as indices into the data set.
+
+        Raises:
+            StateError: this is no range of the epoch.
+        """
+        if not 0 <= first <= last <= self.size:
+            raise StateError(f"[{first}, {last}) is no range of the {self.size} samples of an epoch")
+        if not self.shuffle:
+            return list(range(first, last))
+        permuted: list[int] = _permuted(first, last, self.size, f"{self.seed} {epoch}").tolist()
+        return permuted
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "size": self.size,
+            "shuffle": self.shuffle,
+            "order": _ORDER,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go where the state was saved.
+
+        Raises:
+            StateError: it is of another data set or another order, in which the position means nothing.
+        """
+        if sorted(state) != list(_KEYS):
+            raise StateError(f"DataPosition: expected the keys {', '.join(_KEYS)}, found {', '.join(map(str, state))}")
+        for key, ours in (("size", self.size), ("shuffle", self.shuffle), ("order", _ORDER)):
+            if state[key] != ours:
+                raise StateError(
+                    f"DataPosition: saved with {key} {state[key]!r}, here it is {ours!r}; samples would be repeated and "
+                    "skipped. Begin with a new DataPosition if that is meant"
+                )
+        if not 0 <= state["consumed"] <= self.size:
+            raise StateError(f"DataPosition: {state['consumed']} of {self.size} samples cannot have been consumed")
+        self.epoch, self.step, self.consumed = state["epoch"], state["step"], state["consumed"]
+        self.seed = state["seed"]
+
+    def _start(self, global_batch: int, epoch: int, consumed: int) -> tuple[int, int]:
+        """Where the next batch of this size begins: in the next epoch, if what is left is dropped."""
+        left = self.size - consumed
+        return (epoch + 1, 0) if left == 0 or (self.drop_last and left < global_batch) else (epoch, consumed)
+
+    def _next(self, global_batch: int, epoch: int, consumed: int) -> tuple[int, int]:
+        """Where the batch after the one that begins here begins."""
+        return self._start(global_batch, epoch, min(consumed + global_batch, self.size))
+
+
+class Batches:
+    """One rank's batches from the position on to the end of its epoch. See :meth:`DataPosition.batches`.
+
+    Iterating yields lists of indices and does not move the position, however far ahead a loader fetches: it is a
+    ``batch_sampler`` for a ``DataLoader`` (for data sets that take a list of indices a ``sampler`` with
+    ``batch_size=None``). Each iteration begins where the position is then.
+    """
+
+    def __init__(self, position: DataPosition, global_batch: int, rank: int, world: int) -> None:
+        self._position, self._global_batch, self._rank, self._world = position, global_batch, rank, world
+
+    def __len__(self) -> int:
+        """Batches that are left in the epoch."""
+        position, size = self._position, self._global_batch
+        _, consumed = position._start(size, position.epoch, position.consumed)
+        left = position.size - consumed
+        return left // size if position.drop_last else -(-left // size)
+
+    def __iter__(self) -> Ahead:
+        position = self._position
+        return Ahead(self, *position._start(self._global_batch, position.epoch, position.consumed))
+
+    def consume(self, loader: Iterable[_Item] | None = None) -> Iterator[Any]:
+        """What ``loader`` makes of these batches (None: the indices themselves), to the end of the epoch.
+
+        The position counts a batch as consumed from the moment in which it is handed out.
+
+        Raises:
+            StateError: the loader gives another number of batches than there are, or somebody else moved the position.
+        """
+        position = self._position
+        expected = len(self)
+        here = position._start(self._global_batch, position.epoch, position.consumed)
+        given = 0
+        for item in self if loader is None else loader:
+            given += 1
+            if given > expected:
+                raise StateError(f"the loader gives more than the {expected} batches left: give it these as batch_sampler=")
+            if here != position._start(self._global_batch, position.epoch, position.consumed):
+                raise StateError("the data position was moved while its batches were consumed: begin a new iteration")
+            position.advance(self._global_batch)
+            here = position._start(self._global_batch, position.epoch, position.consumed)
+            yield item
+        if given < expected:
+            raise StateError(f"the loader gave {given} batches, {expected} were left: give it these as batch_sampler=")
+
+    def _part(self, epoch: int, consumed: int) -> list[int]:
+        """This rank's samples of the global batch that begins there."""
+        n = min(self._global_batch, self._position.size - consumed)
+        lo, hi = self._rank * n // self._world, (self._rank + 1) * n // self._world
+        return self._position.indices(epoch, consumed + lo, consumed + hi)
+
+
+class Ahead:
+    """An iteration over :class:`Batches`. Loaders that save their sampler (torchdata's) save and restore where it is."""
+
+    def __init__(self, batches: Batches, epoch: int, consumed: int) -> None:
+        self._batches, self._epoch, self._consumed = batches, epoch, consumed
+        self._ended = False
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._ended:
+            raise StopIteration
+        batches = self._batches
+        found = batches._part(self._epoch, self._consumed)
+        epoch, self._consumed = batches._position._next(batches._global_batch, self._epoch, self._consumed)
+        self._ended = epoch != self._epoch
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "consumed": self._consumed, "ended": self._ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._consumed, self._ended = state["epoch"], state["consumed"], state["ended"]
+
+
+def _permuted(first: int, last: int, size: int, key: str) -> _Indices:
+    """Where a permutation of ``range(size)`` takes the integers [first, last)."""
+    bits = max((size - 1).bit_length(), _FEWEST_BITS)
+    low = numpy.uint64(bits // 2)
+    widths = numpy.uint64(bits - bits // 2), low
+    keys = [
+        numpy.uint64(int.from_bytes(hashlib.blake2b(f"tierckpt order {key} {i}".encode(), digest_size=8).digest(), "big"))
+        for i in range(_ROUNDS)
+    ]
+    found = numpy.arange(first, last, dtype=numpy.uint64)
+    outside = numpy.ones(len(found), dtype=bool)
+    # The domain is a power of two. Who lands outside goes on from there; that is a permutation of those inside.
+    while outside.any():
+        found[outside] = _network(found[outside], keys, widths)
+        outside = found >= size
+    return found
+
+
+def _network(x: _Indices, keys: list[numpy.uint64], widths: tuple[numpy.uint64, numpy.uint64]) -> _Indices:
+    """An unbalanced Feistel network: a permutation of the integers of ``sum(widths)`` bits."""
+    one = numpy.uint64(1)
+    masks = (one << widths[0]) - one, (one << widths[1]) - one
+    left, right = x >> widths[1], x & masks[1]
+    for i, key in enumerate(keys):
+        # The halves change places in each round, and their widths with them.
+        left, right = right, (left ^ _mixed(right ^ key)) & masks[i % 2]
+    return left << widths[1] | right
+
+
+def _mixed(x: _Indices) -> _Indices:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return x ^ (x >> numpy.uint64(31))
