@@ -141,7 +141,8 @@ def test_a_head_that_was_pinned_a_moment_ago_is_no_roll_back(
     """Another process of the user publishes and pins between our look at the chain and our look at the pins."""
     root = str(tmp_path)
     run_ranks(_saves, 1, root, 1, group=False)
-    original, saved = Pins.load, []
+    original = Pins.load
+    saved: list[int] = []
 
     def load(*args: Any) -> Pins:
         if not saved:

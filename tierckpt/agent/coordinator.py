@@ -63,8 +63,8 @@ class Coordinator:
             frozenset(),
         )  # links seen when we began, and the keys that may sign
         self._pins: Path | None = None
-        # Layouts that this process has made durable here.
-        self._layouts: set[str] = set()
+        # The layout that this process made durable last.
+        self._layout = ""
         # Whether there may be something to clean up: a store is not searched after every save.
         self._littered = True
         self.roots = one_root(1)
@@ -173,9 +173,10 @@ class Coordinator:
 
     def keep_documents(self, manifest: Manifest, layout: bytes) -> bytes:
         """Make layout and manifest durable in this root. On the leader of each."""
-        if manifest.layout not in self._layouts:
-            put(self.place, paths.layout(manifest.layout), layout)
-            self._layouts = {manifest.layout}  # all steps after this have it, as a rule
+        name = paths.layout(manifest.layout)
+        if manifest.layout != self._layout or self.place.size(name) != len(layout):
+            put(self.place, name, layout)
+            self._layout = manifest.layout  # the next steps have it too, as a rule
         put(self.place, paths.manifest(manifest.generation, manifest.step), manifest.encode())
         return b""
 
