@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tierckpt.inspection import latest, prune, steps, verify
     from tierckpt.restore.load import LoadInfo
     from tierckpt.state.marks import PerRank, Pieces
+    from tierckpt.state.position import DataPosition
     from tierckpt.state.rng import rng_state
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _HOMES = {
     "inspection": ("latest", "prune", "steps", "verify"),
     "restore.load": ("LoadInfo",),
     "state.marks": ("PerRank", "Pieces"),
+    "state.position": ("DataPosition",),
     "state.rng": ("rng_state",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -64,6 +66,7 @@ _NEED_TORCH = frozenset({"checkpointer", "functional", "restore.load", "state.ma
 __all__ = [
     "ArenaFullError",
     "Checkpointer",
+    "DataPosition",
     "Disk",
     "FencedError",
     "Handle",

@@ -32,7 +32,7 @@ from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
 from tierckpt.snapshot.arena import Arena
 from tierckpt.snapshot.stager import LiveSource
-from tierckpt.state.planner import Planner, Prepared
+from tierckpt.state.planner import Planned, Planner
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
 
@@ -56,6 +56,8 @@ class Checkpointer:
         agent: ``"off"``: the drain runs in threads of this process. ``"auto"`` is the same for now.
         on_error: what a failed save does besides showing on its handle: ``"report"`` warns at the next call,
             ``"raise"`` raises there.
+        on_disagreement: what happens when ranks hold different replicas of the same: ``"report"`` warns and saves that
+            of the writer, ``"refuse"`` raises. Small tensors and values are compared at every save, large ones in turns.
         max_restarts: after so many restarts in a row from one checkpoint without progress, an older one is taken.
         fresh: begin from nothing even if there are checkpoints.
         timeout: seconds for which ranks wait for each other (default: ``TIERCKPT_TIMEOUT``, else 1,800).
@@ -73,12 +75,15 @@ class Checkpointer:
         expect_head: str | None = None,
         agent: str = "auto",
         on_error: str = "report",
+        on_disagreement: str = "report",
         max_restarts: int = config.MAX_RESTARTS,
         fresh: bool = False,
         timeout: float | None = None,
     ) -> None:
         _one_of("agent", agent, ("auto", "off"))
         _one_of("on_error", on_error, ("report", "raise"))
+        _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
+        self._on_disagreement = on_disagreement
         self._disk = _only_disk(tiers)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
         self._timeout = config.timeout(timeout)
@@ -229,21 +234,23 @@ class Checkpointer:
             note.append(values.encode(metadata, path="metadata") if metadata is not None else None)
             return str(step).encode()
 
-        prepared = self._planner.plan(state, f"the save of step {step}", mine)
-        if len(set(prepared.told)) > 1:
-            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in prepared.told})}")
+        planned = self._planner.plan(state, f"the save of step {step}", mine)
+        if len(set(planned.told)) > 1:
+            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
+        self._tell(step, planned.disagreements)
         self._steps.add(step)
         shard: Shard | BaseException
         try:
-            shard = self._stage(prepared, note[0], live=live, handle=handle)
+            shard = self._stage(planned, note[0], live=live, handle=handle)
         except Exception as error:
             shard = error
         handle._set_staged()
         self._drain.put(step, shard, handle, pinned=pin)
 
-    def _stage(self, prepared: Prepared, metadata: Any, *, live: bool, handle: Handle) -> Shard:
-        plan = prepared.plan
+    def _stage(self, planned: Planned, metadata: Any, *, live: bool, handle: Handle) -> Shard:
         began = time.perf_counter()
+        prepared = self._planner.prepared(planned)
+        plan = prepared.plan
         source: Any = None
         release = _nothing
         header = plan.header
@@ -269,6 +276,18 @@ class Checkpointer:
             metadata=metadata,
             release=release,
         )
+
+    def _tell(self, step: int, disagreements: Sequence[str]) -> None:
+        """Replicas that differ are reported, or refused by policy; the same on all ranks."""
+        if not disagreements:
+            return
+        text = f"step {step}: ranks that should hold the same do not (mark what is a rank's own with PerRank):"
+        text += "".join(f"\n  {line}" for line in disagreements[:50])
+        if len(disagreements) > 50:
+            text += f"\n  and {len(disagreements) - 50} more"
+        if self._on_disagreement == "refuse":
+            raise StateError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _due(self, step: int, *, always: bool) -> bool:
         """Whether the disk is due. Decided by rank 0, since clocks differ."""

@@ -167,7 +167,9 @@ class PlaceConformance:
         data = pattern(size)
         writer = place.writer("shard", size)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda offset: write(writer, offset, data[offset : offset + 65536]), range(0, size, 65536)))
+            list(
+                threads.map(lambda offset: write(writer, offset, data[offset : offset + 65536]), range(0, size, 65536))
+            )
         writer.commit()
         assert place.read("shard", size) == data
 

@@ -113,7 +113,8 @@ class Grid:
         sizes = _factors(rng, len(ranks))
         order: dict[int, list[int]] = {}
         for d in rng.sample(range(len(sizes)), len(sizes)):
-            p = rng.randrange(-1, ndim) if rng.random() < 0.8 else rng.randrange(-1, min(ndim, 1))
+            # The first dimension more often, so that several mesh dimensions cut the same one.
+            p = rng.randrange(-1, ndim if rng.random() < 0.8 else min(ndim, 1))
             if p >= 0:
                 order.setdefault(p, []).append(d)
         return Grid(ranks, sizes, order, rng.random() < 0.3)
@@ -374,8 +375,7 @@ class World:
         holdings: list[Holding] = []
         tied: dict[int, float] = {}  # leaf: on which share of the ranks its tie is real
         for k, tensor in enumerate(truth.tensors):
-            everywhere = k in truth.everywhere or truth.tied.get(k) in truth.everywhere or k in truth.tied
-            everywhere = everywhere or any(first == k for first in truth.tied.values())
+            everywhere = k in truth.everywhere or k in truth.tied or k in truth.tied.values()
             if k in truth.tied and rng.random() < 0.7:
                 tied[k] = rng.choice([1.0, 1.0, 0.5])
                 holdings.append(holdings[truth.tied[k]])

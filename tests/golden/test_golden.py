@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,17 @@ def test_types_of_the_user_come_back_through_a_template(store: Path) -> None:
     found = contents.plain(live=True)
     for value in (*found["dtypes"].values(), found["bits"], found["odd keys"]["a/b"], found["tied"][0]):
         value.view(torch.uint8).zero_()
-    found["values"]["enum"] = found["values"]["named"] = found["values"]["default"] = None
     found["shapes"] = [tensor.clone() for tensor in found["shapes"]]
+    found["values"]["float"] = []
     tierckpt.load(found, store)
     right = contents.plain(live=True)
-    assert plain(found["dtypes"]) == plain(right["dtypes"]) and plain(found["tied"]) == plain(right["tied"])
+    for key in ("dtypes", "bits", "odd keys", "tied", "shapes"):
+        assert plain(found[key]) == plain(right[key])
     assert type(found["named"]) is contents.Point and plain(tuple(found["named"])) == plain(tuple(right["named"]))
-    assert plain(found["values"]["float"]) == plain(right["values"]["float"])
+    values = found["values"]
+    assert plain(values["float"]) == plain(right["values"]["float"])
+    assert values["enum"] is contents.Color.RED and type(values["named"]) is contents.Point
+    assert type(values["default"]) is defaultdict and values["default"] == {"a": [1]}
 
 
 def _mesh(found: Any) -> Any:

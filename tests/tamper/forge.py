@@ -15,8 +15,8 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range, derive
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.layout import Entry, Layout
-from tierckpt.format.links import Link, link_digest
 from tierckpt.format.layout_plan import Tree
+from tierckpt.format.links import Link, link_digest
 from tierckpt.format.shard import build
 from tierckpt.format.store import StoreInfo
 
@@ -81,6 +81,7 @@ class Forger:
         self.receipt_changes: dict[int, dict[str, Any]] = {}
         self.manifest_changes: dict[str, Any] = {}
         self.sizes: dict[int, int] = {}
+        self.roots: list[tuple[tuple[int, int], ...]] = []
         self.extend = 0  # bytes to which the file of rank 0's shard is extended by a hole
 
     @property
@@ -153,7 +154,7 @@ class Forger:
         chain = Chain(RUN)
         for make in (
             lambda: chain.begin(store=derive("store", self.store).hex(), origin=None),
-            lambda: chain.commit(CheckpointRef(self.generation, self.step, manifest)),
+            lambda: chain.commit(CheckpointRef(self.generation, self.step, manifest), roots=self.roots),
         ):
             link = make().sign(self.key)
             (self.root / paths.link(link.number)).write_bytes(link.encode())

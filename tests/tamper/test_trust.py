@@ -301,7 +301,9 @@ def test_ways_to_name_a_trusted_key(tmp_path: Path, user: User, monkeypatch: pyt
     assert main(["verify", "--trust", key.public, str(root)]) == 0
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]", b'{"keys":5,"heads":{}}', b'{"keys":[],"heads":{"a":[1]}}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff\xfe", b"[]", b'{"keys":5,"heads":{}}', b'{"keys":[],"heads":{"a":[1]}}']
+)
 def test_damaged_pins_are_not_no_pins(tmp_path: Path, user: User, text: bytes) -> None:
     root = tmp_path / "store"
     save(root, 1, run="name")

@@ -127,7 +127,9 @@ def test_folders_that_others_make_at_the_same_time(tmp_path: Path, monkeypatch: 
 # Modes
 
 
-@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)]
+)
 def test_the_umask_is_respected(tmp_path: Path, umask: int, file: int, folder: int) -> None:
     """C111: colleagues can read what the umask lets them read; the temporary file's mode is not what stays."""
     before = os.umask(umask)
@@ -201,7 +203,9 @@ def test_errors_name_the_file_and_the_reason(place: DiskPlace, monkeypatch: pyte
     assert names(place) == []
 
 
-def test_a_file_system_that_can_neither_link_nor_rename_says_so(place: DiskPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_can_neither_link_nor_rename_says_so(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plain rename would overwrite what another process has published."""
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -7,9 +7,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,10 +16,8 @@ from tierckpt.cli import safetensors_file
 from tierckpt.cli.checkpoint import described, open_content
 from tierckpt.cli.needs import needs_torch
 from tierckpt.cli.output import count, progress, say, say_json, size
-from tierckpt.cli.target import json_option, reports_data_errors, say_problems
+from tierckpt.cli.target import json_option, reports_data_errors
 from tierckpt.errors import StoreError, UntrustedError
-from tierckpt.tiers.content import Content
-from tierckpt.tiers.disk import DiskPlace
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -234,6 +234,11 @@ class Layout:
         number = self._cut_of[i]
         return None if number == LISTED else self.cuts[number]
 
+    def cut_number(self, i: int) -> int | None:
+        """The index in ``cuts`` of how tensor ``i`` is cut; None when its pieces are listed."""
+        number = self._cut_of[i]
+        return None if number == LISTED else number
+
     # Pieces
 
     def stored_pieces(self, i: int) -> list[Stored]:

@@ -20,6 +20,7 @@ from tierckpt.state.flat import Flat, flatten
 from tierckpt.state.layout import Described, Describer
 from tierckpt.state.naming import readable
 from tierckpt.state.plan import WritePlan, compose, local_description
+from tierckpt.state.replicas import Replicas
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -27,14 +28,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Prepared:
-    """One save of one rank, ready to be copied.
+class Planned:
+    """A save that all ranks have agreed on.
 
-    ``told``: what the ranks said in the vote. ``table``, ``pointers``: None when this rank writes nothing. ``keep``: what
-    must stay alive while the pointers are used. ``total``: bytes that all ranks write, roughly.
+    ``told``: what the ranks said in the vote. ``disagreements``: a line for each replica that differs between ranks.
     """
 
     told: list[bytes]
+    layout: Layout
+    disagreements: list[str]
+    taken: Taken
+
+
+@dataclass
+class Prepared:
+    """One save of one rank, ready to be copied.
+
+    ``table``, ``pointers``: None when this rank writes nothing. ``keep``: what must stay alive while the pointers are
+    used. ``total``: bytes that all ranks write, roughly.
+    """
+
     plan: WritePlan
     table: _native.CopyTable | None
     pointers: array[int]
@@ -43,7 +56,7 @@ class Prepared:
 
 
 @dataclass
-class _Taken:
+class Taken:
     """A state taken apart: what it holds and what this rank says of it."""
 
     flat: Flat
@@ -61,23 +74,24 @@ class Planner:
         self._describer = Describer(group.global_ranks)
         self._key: tuple[bytes, ...] = ()
         self._layout: Layout | None = None
+        self._replicas: Replicas | None = None
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
         self._total = 0
 
     def prepare(self, state: Any) -> None:
         """Plan ahead. Collective."""
-        self.plan(state, "planning", lambda: b"")
+        self.prepared(self.plan(state, "planning", lambda: b""))
 
     @paused_collector()
-    def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Prepared:
+    def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
         """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote. Collective.
 
         Raises, on all ranks:
             StateError, LayoutError: the state cannot be saved.
             Whatever ``mine`` raises.
         """
-        taken: list[_Taken] = []
+        taken: list[Taken] = []
 
         def part() -> bytes:
             said = mine()
@@ -90,15 +104,26 @@ class Planner:
             self._compose(what, key, taken[0].description)
         layout = self._layout
         assert layout is not None
-        plan, table, pointers, keep = self._write_plan(layout, taken[0])
-        return Prepared([result[32:] for result in results], plan, table, pointers, keep, self._total)
+        assert self._replicas is not None
+        disagreements = self._replicas.compare(taken[0].described, taken[0].encoded, what)
+        return Planned([result[32:] for result in results], layout, disagreements, taken[0])
 
-    def _take_apart(self, state: Any) -> _Taken:
+    @paused_collector()
+    def prepared(self, planned: Planned) -> Prepared:
+        """This rank's part of what was planned. Not collective.
+
+        Raises:
+            LayoutError: the header of its shard would be too large.
+        """
+        plan, table, pointers, keep = self._write_plan(planned.layout, planned.taken)
+        return Prepared(plan, table, pointers, keep, self._total)
+
+    def _take_apart(self, state: Any) -> Taken:
         flat = flatten(state)
         describe = self._describer.describe
         described = {name: describe(tensor, name=name) for name, tensor in flat.tensors.items()}
         description = local_description(described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size)
-        return _Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
+        return Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
 
     def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
         """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""
@@ -119,10 +144,11 @@ class Planner:
                 f"{what}: ranks made different layouts of the same descriptions; do they run the same version?"
             )
         self._layout, self._key, self._plan = found[0], key, None
+        self._replicas = Replicas(self._group, found[0])
         self._total = _total(found[0])
 
     def _write_plan(
-        self, layout: Layout, taken: _Taken
+        self, layout: Layout, taken: Taken
     ) -> tuple[WritePlan, _native.CopyTable | None, array[int], list[object]]:
         rank = self._group.rank
         blob = None

@@ -189,7 +189,9 @@ class Batches:
         for item in self if loader is None else loader:
             given += 1
             if given > expected:
-                raise StateError(f"the loader gives more than the {expected} batches left: give it these as batch_sampler=")
+                raise StateError(
+                    f"the loader gives more than the {expected} batches left: give it these as batch_sampler="
+                )
             if here != position._start(self._global_batch, position.epoch, position.consumed):
                 raise StateError("the data position was moved while its batches were consumed: begin a new iteration")
             position.advance(self._global_batch)
@@ -236,10 +238,8 @@ def _permuted(first: int, last: int, size: int, key: str) -> _Indices:
     bits = max((size - 1).bit_length(), _FEWEST_BITS)
     low = numpy.uint64(bits // 2)
     widths = numpy.uint64(bits - bits // 2), low
-    keys = [
-        numpy.uint64(int.from_bytes(hashlib.blake2b(f"tierckpt order {key} {i}".encode(), digest_size=8).digest(), "big"))
-        for i in range(_ROUNDS)
-    ]
+    texts = (f"tierckpt order {key} {i}".encode() for i in range(_ROUNDS))
+    keys = [numpy.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")) for text in texts]
     found = numpy.arange(first, last, dtype=numpy.uint64)
     outside = numpy.ones(len(found), dtype=bool)
     # The domain is a power of two. Who lands outside goes on from there; that is a permutation of those inside.
@@ -257,11 +257,13 @@ def _network(x: _Indices, keys: list[numpy.uint64], widths: tuple[numpy.uint64, 
     for i, key in enumerate(keys):
         # The halves change places in each round, and their widths with them.
         left, right = right, (left ^ _mixed(right ^ key)) & masks[i % 2]
-    return left << widths[1] | right
+    joined: _Indices = left << widths[1] | right
+    return joined
 
 
 def _mixed(x: _Indices) -> _Indices:
     """The finaliser of splitmix64."""
     x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    return x ^ (x >> numpy.uint64(31))
+    mixed: _Indices = x ^ (x >> numpy.uint64(31))
+    return mixed

@@ -135,7 +135,9 @@ class Store:
             link = unsigned.sign(key)
             introduces = isinstance(link.body, KeyLink) and link.body.introduces == key.public
             if self.chain.links and key.public not in self.chain.keys and not introduces:
-                raise UntrustedError(f"{self.url}: key {key.public} is not one that may sign here; no link introduces it")
+                raise UntrustedError(
+                    f"{self.url}: key {key.public} is not one that may sign here; no link introduces it"
+                )
             self.place.create(paths.link(link.number), link.encode())
             self.refresh()  # reads back what is there: it may be our own even if it existed
             if len(self.chain.links) <= link.number:

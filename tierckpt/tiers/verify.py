@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.digest import chunk_count
 from tierckpt.format.layout import Layout
 from tierckpt.format.layout_plan import Ranges, ranges
-from tierckpt.format.links import from_ranges
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import Receipt
 from tierckpt.tiers import leftovers
@@ -225,7 +225,8 @@ class _Checkpoint:
         self.manifest: Manifest = manifest
         self.layout = _attempt(self._report, self._checked_layout)
         self._find_ranks()
-        self.size = sum(part.size for part in manifest.shards if part.rank in set(self.ranks))
+        here = set(self.ranks)
+        self.size = sum(part.size for part in manifest.shards if part.rank in here)
         return True
 
     def _checked_layout(self) -> Layout:
@@ -237,11 +238,17 @@ class _Checkpoint:
         """With node-local roots each folder has the shards of one node: of those whose files are here, at least."""
         listed = [part.rank for part in self.manifest.shards]
         roots = self.store.chain.roots.get(self._ref, ())
-        here = {rank for rank in listed if self._has_any(rank)}
-        own = [ranks for ranks in map(set, map(from_ranges, roots)) if ranks & here]
-        required = set().union(*own) if own else set(listed)
-        self.ranks = [rank for rank in listed if rank in required]
-        elsewhere = [rank for rank in listed if rank not in required]
+        spans = sorted((first, last, number) for number, ranges_ in enumerate(roots) for first, last in ranges_)
+        firsts = [first for first, _, _ in spans]
+
+        def root(rank: int) -> int | None:
+            at = bisect_right(firsts, rank)
+            return spans[at - 1][2] if at and rank <= spans[at - 1][1] else None
+
+        own = {root(rank) for rank in listed if self._has_any(rank)} if roots else set()
+        # A rank that no root is said to have is looked for here.
+        self.ranks = [rank for rank in listed if not own or root(rank) in own or root(rank) is None]
+        elsewhere = sorted(set(listed).difference(self.ranks))
         if elsewhere:
             self._report.notes.append(
                 f"step {self.manifest.step}: the shards of ranks {_shown(ranges(elsewhere))} are held by other nodes"
