@@ -206,7 +206,7 @@ def _gathered(parameter: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("widths", "dp", "tp", "others"),
-    [((13, 19, 25), 3, 2, [(0, 0), (3, 2), (2, 3), (0, 2)]), ((20,), 3, 3, [(0, 0), (2, 2), (3, 3)])],
+    [((13, 19, 25), 3, 2, [(0, 0), (3, 2), (2, 3), (0, 2)]), ((20,), 3, 3, [(0, 0), (2, 2)])],
     ids=["dp3xtp2", "dp3xtp3"],
 )
 def test_c35_fsdp_over_tp_of_sizes_that_do_not_divide(

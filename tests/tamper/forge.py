@@ -59,8 +59,8 @@ def document(data: bytes, **changes: Any) -> bytes:
     """A document with some of its keys changed; ``None`` is a value, ``...`` removes the key."""
     value = canonical.decode(data, what="document", depth=1000, limit=1 << 30)
     assert isinstance(value, dict)
-    value.update(changes)
-    return canonical.encode({key: item for key, item in value.items() if item is not ...})
+    changed: dict[str, Any] = value | changes
+    return canonical.encode({key: item for key, item in changed.items() if item is not ...})
 
 
 class Forger:
@@ -78,6 +78,8 @@ class Forger:
         self.world = 1
         self.layout = Layout.build(1, [], [Tree([(0, 0)], ["dict", []])], [(0, 0)]).encode()
         self.shards: dict[int, bytes] = {}
+        #: Called with the manifest's digest when all files but the links are there.
+        self.sign: Callable[[str], None] = self.begin_and_commit
         self.receipt_changes: dict[int, dict[str, Any]] = {}
         self.manifest_changes: dict[str, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -149,16 +151,18 @@ class Forger:
         self.sign(derive("manifest", manifest).hex())
         return root
 
-    def sign(self, manifest: str) -> None:
-        """Begin and commit."""
+    def begin_and_commit(self, manifest: str) -> None:
+        """The two links of an honest store."""
         chain = Chain(RUN)
-        for make in (
-            lambda: chain.begin(store=derive("store", self.store).hex(), origin=None),
-            lambda: chain.commit(CheckpointRef(self.generation, self.step, manifest), roots=self.roots),
-        ):
-            link = make().sign(self.key)
-            (self.root / paths.link(link.number)).write_bytes(link.encode())
-            chain.append(link.encode())
+        ref = CheckpointRef(self.generation, self.step, manifest)
+        for number in range(2):
+            if number == 0:
+                unsigned = chain.begin(store=derive("store", self.store).hex(), origin=None)
+            else:
+                unsigned = chain.commit(ref, roots=self.roots)
+            data = unsigned.sign(self.key).encode()
+            (self.root / paths.link(number)).write_bytes(data)
+            chain.append(data)
 
     def receipt(self, rank: int, data: bytes) -> bytes:
         """The receipt of a shard, its header as long as its first bytes say."""

@@ -108,7 +108,7 @@ def rolled_back(root: Path, user: User, head: str, *, empty: bool = False) -> No
     assert empty or load(root) >= 0  # signatures alone cannot tell
     for call in (load, restore):
         with pytest.raises((UntrustedError, IncompleteError) if call is load and empty else UntrustedError):
-            call(root, expect_head=head)  # type: ignore[operator]
+            call(root, expect_head=head)
     assert problems(root, expect_head=head)
     assert main(["verify", "--expect-head", head, str(root)]) == 1
 
@@ -290,7 +290,7 @@ def test_ways_to_name_a_trusted_key(tmp_path: Path, user: User, monkeypatch: pyt
         with pytest.raises(UntrustedError):
             load(root, trust=trust)
     for nonsense in ("abc", tmp_path / "nothing.pub", tmp_path, "", "\0"):
-        with pytest.raises(UntrustedError, match="not a public key|cannot read"):
+        with pytest.raises(UntrustedError, match=r"not a public key|cannot read"):
             load(root, trust=nonsense)
     monkeypatch.setenv("TIERCKPT_TRUST", f"{wrong.public}:{tmp_path / 'key.pub'}")
     assert load(root) == 1
@@ -309,7 +309,7 @@ def test_damaged_pins_are_not_no_pins(tmp_path: Path, user: User, text: bytes) -
     save(root, 1, run="name")
     known = user.be("first") / "known/name.json"
     known.write_bytes(text)
-    with pytest.raises(UntrustedError, match="name.json is damaged"):
+    with pytest.raises(UntrustedError, match=r"name\.json is damaged"):
         load(root)
 
 
@@ -420,7 +420,7 @@ def test_a_given_key_that_is_none(tmp_path: Path, user: User, what: str) -> None
         path.write_bytes(b"")
     elif what == "public":
         SigningKey.generate().write_public(path)
-    with pytest.raises(StoreError, match="key.pem"):
+    with pytest.raises(StoreError, match=r"key\.pem"):
         save(tmp_path / "store", 1, key=path)
 
 

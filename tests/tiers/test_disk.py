@@ -17,7 +17,6 @@ from tests.conformance.place import PlaceConformance, names, pattern, write
 from tests.harness import run_ranks
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, StoreError
-from tierckpt.tiers import disk
 from tierckpt.tiers.disk import DiskPlace
 
 
@@ -220,8 +219,8 @@ def test_a_file_system_that_can_neither_link_nor_rename_says_so(
             return -1
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *_, **__: Libc)
-    with pytest.raises(StoreError, match="cannot write .*name"):
+    monkeypatch.setattr("tierckpt.tiers.disk.ctypes.CDLL", lambda *_, **__: Libc)
+    with pytest.raises(StoreError, match=r"cannot write .*name"):
         place.create("name", b"x")
     assert names(place) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ KEYS = [
 
 def test_hard_keys_come_back_and_nothing_is_written_elsewhere(tmp_path: Path) -> None:
     root = tmp_path / "in" / "store"
-    state = {key: {"t": torch.full((3,), float(i)), "v": i} for i, key in enumerate(KEYS)}
+    state: dict[Any, Any] = {key: {"t": torch.full((3,), float(i)), "v": i} for i, key in enumerate(KEYS)}
     state |= {str(i): {"t": torch.ones(1)} for i in range(1, 3)}
     with tierckpt.Checkpointer(root, agent="off") as checkpointer:
         checkpointer.save(1, {**state, 0: {"t": torch.zeros(2)}}).wait()

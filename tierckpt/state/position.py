@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy
@@ -16,10 +17,10 @@ _Indices: TypeAlias = "NDArray[numpy.uint64]"
 
 _KEYS = ("consumed", "epoch", "order", "seed", "shuffle", "size", "step")
 #: Names the permutation in the state: one that is computed otherwise has another name, and is refused.
-_ORDER = "feistel 1"
+_ORDER = "tierckpt 1"
 _ROUNDS = 8
-#: Bits of the smallest domain that is permuted. In smaller ones there are few permutations of this kind.
-_FEWEST_BITS = 10
+#: Up to this size an order is sorted out and kept: a network has too few permutations of small domains.
+_SMALL = 1 << 14
 _LONGEST = 1 << 62
 
 
@@ -44,9 +45,10 @@ class DataPosition:
     ``consume`` moves the position when it hands a batch out, in the process that trains; what workers have fetched
     ahead is not counted. A save in the body of the loop therefore counts the batch of the body, and no other.
 
-    The order is a keyed permutation computed per index (a Feistel network, walked until it is inside the data set):
-    it takes no memory, whatever the size of the data set, begins at any sample at once, and stays the same in every
-    version of torch and numpy, which ``torch.randperm`` does not promise.
+    The order is a keyed permutation that is computed index by index (a Feistel network, walked until it is inside the
+    data set; data sets of up to 16,384 samples are sorted by a keyed hash): it takes no memory, whatever the size of
+    the data set, begins at any sample at once, and stays the same in every version of torch and numpy, which
+    ``torch.randperm`` does not promise.
 
     Args:
         size: samples of the data set.
@@ -235,11 +237,11 @@ class Ahead:
 
 def _permuted(first: int, last: int, size: int, key: str) -> _Indices:
     """Where a permutation of ``range(size)`` takes the integers [first, last)."""
-    bits = max((size - 1).bit_length(), _FEWEST_BITS)
-    low = numpy.uint64(bits // 2)
-    widths = numpy.uint64(bits - bits // 2), low
-    texts = (f"tierckpt order {key} {i}".encode() for i in range(_ROUNDS))
-    keys = [numpy.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")) for text in texts]
+    if size <= _SMALL:
+        return _sorted(size, key)[first:last]
+    bits = (size - 1).bit_length()
+    widths = numpy.uint64(bits - bits // 2), numpy.uint64(bits // 2)
+    keys = _keys(key)
     found = numpy.arange(first, last, dtype=numpy.uint64)
     outside = numpy.ones(len(found), dtype=bool)
     # The domain is a power of two. Who lands outside goes on from there; that is a permutation of those inside.
@@ -247,6 +249,21 @@ def _permuted(first: int, last: int, size: int, key: str) -> _Indices:
         found[outside] = _network(found[outside], keys, widths)
         outside = found >= size
     return found
+
+
+@lru_cache(maxsize=4)
+def _sorted(size: int, key: str) -> _Indices:
+    """A permutation of ``range(size)``: the integers sorted by a keyed hash, of which no two are equal."""
+    hashed = numpy.arange(size, dtype=numpy.uint64)
+    for number in _keys(key):
+        hashed = _mixed(hashed ^ number)
+    return numpy.argsort(hashed, kind="stable").astype(numpy.uint64)
+
+
+def _keys(key: str) -> list[numpy.uint64]:
+    """One number for each round."""
+    texts = (f"tierckpt order {key} {i}".encode() for i in range(_ROUNDS))
+    return [numpy.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")) for text in texts]
 
 
 def _network(x: _Indices, keys: list[numpy.uint64], widths: tuple[numpy.uint64, numpy.uint64]) -> _Indices:
