@@ -99,7 +99,8 @@ class Checkpointer:
             retention=self._disk.retention,
             grace=self._disk.grace,
         )
-        self._drain = Drain(self._group.clone(), self._coordinator)
+        self._channels = self._group.clone()
+        self._drain = Drain(self._channels, self._coordinator)
         self._arena = Arena(config.SLOTS)
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
@@ -340,6 +341,7 @@ class Checkpointer:
         self._drain.close()
         self._arena.close()
         self._coordinator.close()
+        self._channels.close()
         self._group.close()
         self._surface()
 

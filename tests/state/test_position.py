@@ -202,7 +202,7 @@ def test_a_save_in_the_middle_of_an_epoch_resumes_with_the_next_batch() -> None:
 
 def test_data_sets_that_take_lists_use_it_as_a_sampler() -> None:
     class Lists(Dataset[torch.Tensor]):
-        def __getitem__(self, indices: list[int]) -> torch.Tensor:  # type: ignore[override]
+        def __getitem__(self, indices: list[int]) -> torch.Tensor:
             return torch.tensor(indices)
 
     position = DataPosition(7)

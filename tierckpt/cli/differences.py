@@ -136,8 +136,11 @@ def _compare_tensors(a: Content, b: Content, found: Differences, progress: Progr
 
 def _paired(a: Content, b: Content) -> Iterator[tuple[str, int | None, int | None]]:
     """All names of tensors in order, with the number of the tensor in each layout."""
-    sides = (((name, side, i) for i, name in enumerate(content.layout)) for side, content in enumerate((a, b)))
-    for name, group in groupby(heapq.merge(*sides), key=lambda each: each[0]):
+
+    def named(content: Content, side: int) -> Iterator[tuple[str, int, int]]:
+        return ((name, side, i) for i, name in enumerate(content.layout))
+
+    for name, group in groupby(heapq.merge(named(a, 0), named(b, 1)), key=lambda each: each[0]):
         numbers: list[int | None] = [None, None]
         for _, side, i in group:
             numbers[side] = i

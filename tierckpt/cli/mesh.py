@@ -42,18 +42,18 @@ class Job:
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
 
-    def cut(self, key: str, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """How a tensor is cut. By default along its first dimension over the first one of the mesh.
+    def cut(self, keys: Sequence[str], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """How the tensor with these names is cut. By default along its first dimension over the first of the mesh.
 
         Raises:
             UsageError: it has not the dimensions that its placements cut.
         """
         for placement in self.placements:
-            if names.matches((key,), [placement.pattern]):
+            if any(names.matches((key,), [placement.pattern]) for key in keys):
                 for _, d in placement.cuts:
                     if d >= len(shape):
                         raise click.UsageError(
-                            f"--placements {placement.pattern}=…: Shard({d}) cannot cut {key} of shape {list(shape)}"
+                            f"--placements {placement.pattern}=…: Shard({d}) cannot cut {keys[0]} of shape {list(shape)}"
                         )
                 return placement.cuts
         return ((0, 0),) if shape else ()
@@ -152,13 +152,15 @@ def readings(content: Content, job: Job) -> Iterator[Reading]:
     mesh = Mesh.of(range(prod(job.shape)), job.shape)
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}
     wanted: list[tuple[int, tuple[int, ...], int, Cut]] = []
+    keys: dict[int, list[str]] = {}
     for i, name in enumerate(layout):
-        if layout.alias(i) == i:
-            shape = layout.shape(i)
-            chosen = job.cut(names.dotted(names.split(name)), shape)
-            if chosen not in cuts:
-                cuts[chosen] = _cut(mesh, chosen)
-            wanted.append((i, shape, shard.dtype(layout.dtype(i)).size, cuts[chosen]))
+        keys.setdefault(layout.alias(i), []).append(names.dotted(names.split(name)))
+    for i, shared in sorted(keys.items()):
+        shape = layout.shape(i)
+        chosen = job.cut(shared, shape)
+        if chosen not in cuts:
+            cuts[chosen] = _cut(mesh, chosen)
+        wanted.append((i, shape, shard.dtype(layout.dtype(i)).size, cuts[chosen]))
     cutting = {m for chosen in cuts for m, _ in chosen}
     for part in product(*(range(n) if m in cutting else (None,) for m, n in enumerate(job.shape))):
         ranks = [
