@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import tierckpt
+from tests.harness import run_ranks
 from tierckpt import Checkpointer
 from tierckpt.cli import main
 from tierckpt.format.keys import SigningKey
@@ -97,6 +99,51 @@ def branched(_branched: Branched, tmp_path: Path) -> Branched:
 def shard(branched: Branched) -> Path:
     """The shard of the newest checkpoint."""
     return branched.root / "g0002" / "s000000000006" / "shard-00000.safetensors"
+
+
+#: Of the tensors of ``sharded``; "large" has more than one chunk in each of two shards.
+SHAPES = {"grid": (7, 10), "strided": (7, 3), "whole": (5,), "pieces": (6, 4), "large": (3, 1 << 20)}
+
+
+def whole(name: str) -> torch.Tensor:
+    """A tensor of ``sharded``, all of it."""
+    shape = SHAPES[name]
+    found = torch.arange(torch.Size(shape).numel()).reshape(shape) + len(name)
+    return found.to(torch.bfloat16 if name == "whole" else torch.float32)
+
+
+def _save_sharded(rank: int, root: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements: dict[str, list[Placement]] = {
+        "grid": [Shard(0), Shard(1)],
+        "strided": [Shard(0), Shard(0)],
+        "whole": [Replicate(), Replicate()],
+        "large": [Shard(0), Replicate()],
+    }
+    state = {name: distribute_tensor(whole(name), mesh, places) for name, places in placements.items()}
+    pieces = whole("pieces")
+    offsets = {0: [(0, 0), (5, 2)], 1: [(0, 2), (5, 0)], 2: [(3, 0)], 3: [(3, 2)]}[rank]
+    mine = [(o, pieces[o[0] : o[0] + (1 if o[0] == 5 else 3 if o[0] == 0 else 2), o[1] : o[1] + 2]) for o in offsets]
+    own = tierckpt.PerRank({"rank": rank})
+    tierckpt.save({**state, "pieces": tierckpt.Pieces((6, 4), mine), "n": 5, "own": own}, root, 1)
+
+
+@pytest.fixture(scope="session")
+def _sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sharded") / "store"
+    run_ranks(_save_sharded, 4, str(root))
+    return root
+
+
+@pytest.fixture
+def sharded(_sharded: Path, tmp_path: Path) -> Path:
+    """A copy of a store that four ranks saved, dp2 × tp2; nothing of it is pinned."""
+    root = tmp_path / "sharded"
+    shutil.copytree(_sharded, root)
+    return root
 
 
 def flip(path: Path, at: int) -> None:

@@ -106,7 +106,7 @@ def _compare_tensors(a: Content, b: Content, found: Differences, progress: Progr
     memory = _native.Buffer(BATCH), _native.Buffer(BATCH)
     total = sum(_nbytes(a, pair[0], box) for pair, box in wanted)
     done = at = 0
-    for batch in batches(a.layout, ((pair[0], box) for pair, box in wanted)):
+    for batch in batches(a.layout, ((pair[0], box) for pair, box in wanted), BATCH):
         pairs = [pair for pair, _ in wanted[at : at + len(batch)]]
         at += len(batch)
         try:

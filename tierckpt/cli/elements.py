@@ -78,8 +78,8 @@ def _with_numpy(a: memoryview, b: memoryview, dtype: str, item: int) -> Differen
     kind = _KINDS.get(dtype)
     if kind is None:
         return Difference(count, first)
-    parts = [_numpy_floats(np, data, kind) for data in (a, b)]
     with np.errstate(all="ignore"):
+        parts = [_numpy_floats(np, data, kind) for data in (a, b)]
         found = np.abs(parts[0] - parts[1])
         lone = np.count_nonzero(np.isnan(parts[0]) != np.isnan(parts[1]))
     found = found[~np.isnan(found)]

@@ -172,7 +172,7 @@ def _write(
                 yield tensor.index, box
 
     view = memoryview(memory)
-    for batch in batches(content.layout, boxes()):
+    for batch in batches(content.layout, boxes(), BATCH):
         content.fill(batch, memory)
         for region in batch:
             out.write(view[region.start : region.start + region.nbytes])

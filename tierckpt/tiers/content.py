@@ -65,7 +65,7 @@ def blocks(shape: Sequence[int], elements: int) -> Iterator[Box]:
             yield Box((*outer, at, *zeros), ((1,) * d + (min(rows, shape[d] - at), *rest)))
 
 
-def batches(layout: Layout, wanted: Iterable[tuple[int, Box]], limit: int = BATCH) -> Iterator[list[Region]]:
+def batches(layout: Layout, wanted: Iterable[tuple[int, Box]], limit: int) -> Iterator[list[Region]]:
     """Boxes of tensors, each of at most ``limit`` bytes, in their order, as many at once as ``limit`` bytes hold."""
     batch: list[Region] = []
     at = 0
