@@ -66,7 +66,7 @@ acceptance: setup
 	$(BIN)/python -m pytest -m acceptance
 
 bench: setup
-	$(BIN)/tierckpt bench
+	$(BIN)/python benchmarks/foundation.py $(BENCH)
 
 # torch is no dependency: what the wheel promises to an auditor is tried where there is none.
 wheel: setup

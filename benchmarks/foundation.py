@@ -92,7 +92,8 @@ class Bench:
 
     def dcp_save(self, state: State) -> Path:
         path = self.folder("dcp")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=IO_THREADS), no_dist=True)
+        writer = dcp.FileSystemWriter(path, thread_count=IO_THREADS)  # type: ignore[attr-defined]
+        dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
         return path
 
     def torch_save(self, state: State) -> Path:
@@ -136,7 +137,8 @@ class Bench:
         tierckpt.load(state, path)
 
     def dcp_load(self, path: Path, state: State) -> None:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        reader = dcp.FileSystemReader(path)  # type: ignore[attr-defined]
+        dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
 
     def torch_load(self, path: Path, state: State) -> None:
         for name, tensor in torch.load(path, weights_only=True).items():
@@ -149,7 +151,7 @@ class Bench:
 
 def blake3_all_cores(state: State) -> None:
     """Digests of the bytes in memory, chunk by chunk on all cores, and nothing else."""
-    views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+    views = [memoryview(tensor.numpy().data).cast("B") for tensor in state.values()]
     chunks = iter([view[lo : lo + CHUNK] for view in views for lo in range(0, len(view), CHUNK)])
     lock = threading.Lock()
 
@@ -232,7 +234,8 @@ class Row:
 def saves(bench: Bench, title: str, state: State, rounds: int) -> tuple[Row, dict[str, Path]]:
     """Durable saves of a state; the last files of each contender are kept."""
     nbytes = size_of(state)
-    row, kept = Row(f"durable save, {title}", nbytes), {}
+    row = Row(f"durable save, {title}", nbytes)
+    kept: dict[str, Path] = {}
     contenders: dict[str, Callable[[], Path]] = {
         "raw": lambda: bench.raw_write(nbytes),
         "tierckpt": lambda: bench.tierckpt_save(state),
@@ -332,7 +335,9 @@ def show(rows: list[Row], console: Console) -> None:
         cells.append(f"{statistics.median(row.cpu['tierckpt']) / row.nbytes * 1e9:.2f}" if large else "")
         table.add_row(*cells)
     console.print(table)
-    console.print("limit: save: O_DIRECT write of the same bytes; cold: O_DIRECT read; cached, verify: BLAKE3 on all cores")
+    console.print(
+        "limit: save: O_DIRECT write of the same bytes; cold: O_DIRECT read; cached, verify: BLAKE3 on all cores"
+    )
     times = {row.title: row.median("tierckpt") for row in rows}
     small = times["durable save, 8,192 tensors"] / times["durable save, 64 tensors"]
     console.print(f"8,192 small against 64 large tensors: save {small:.2f}×, ", end="")

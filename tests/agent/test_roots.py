@@ -66,7 +66,7 @@ def test_each_node_has_the_chain_and_its_own_shards(tmp_path: Path) -> None:
     common = set.intersection(*files)
     assert {name for name in common if name.startswith("chain/")} == {f"chain/{n:012d}.json" for n in range(3)}
     for rank in range(3):
-        own = {name for name in files[rank] - common}
+        own = set(files[rank] - common)
         assert {name for name in own if f"shard-{rank:05d}" not in name} == set(), own
         assert tierckpt.steps(tmp_path / f"node{rank}") == [1, 2]
         report = tierckpt.verify(tmp_path / f"node{rank}", every=True)

@@ -249,7 +249,10 @@ def test_flags_come_back_in_combination() -> None:
     assert round_trip(Access(0), both) is Access(0)
 
 
-@pytest.mark.parametrize("template", [None, 1, "x", [], {}, Size(1, 2), Level.LOW, torch.float32, object()], ids=lambda value: type(value).__name__)
+OTHER_KINDS = [None, 1, "x", [], {}, Size(1, 2), Level.LOW, torch.float32, object()]
+
+
+@pytest.mark.parametrize("template", OTHER_KINDS, ids=lambda value: type(value).__name__)
 def test_templates_of_another_kind_are_ignored(template: Any) -> None:
     for value in ({"a": 1}, [1, 2], 3.5, {1}, "s", b"x"):
         assert same(round_trip(value, template), value)

@@ -232,11 +232,7 @@ def test_large_strided(view: tuple[slice, slice], threads: int) -> None:
         table.gather(pointers, 0, want.nbytes, got.data, threads, stream=True)
         assert np.array_equal(got, want)
         other = np.zeros_like(source)
-        target = (
-            other[view]
-            if tensor.shape == source[view].shape and tensor.strides == source[view].strides
-            else None
-        )
+        target = other[view] if tensor.shape == source[view].shape and tensor.strides == source[view].strides else None
         if target is not None:
             expected = np.zeros_like(source)
             np.copyto(expected[view], want)

@@ -13,7 +13,6 @@ import sys
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from tierckpt.format import shard
@@ -45,7 +44,7 @@ def compare(a: memoryview, b: memoryview, dtype: str) -> Difference:
     if same(a, b):
         return total
     item = shard.dtype(dtype).size
-    closely = _with_numpy if find_spec("numpy") is not None else _plainly
+    closely = _with_numpy if _has_numpy() else _plainly
     for lo in range(0, len(a), _BLOCK):
         x, y = a[lo : lo + _BLOCK], b[lo : lo + _BLOCK]
         if not same(x, y):
@@ -66,6 +65,16 @@ def same(a: memoryview, b: memoryview) -> bool:
     """Whether two memories of the same size are equal; compared in words, which is many times as fast."""
     words = len(a) // 8 * 8
     return a[words:] == b[words:] and a[:words].cast("Q") == b[:words].cast("Q")
+
+
+@cache
+def _has_numpy() -> bool:
+    """Whether numpy can be imported."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _with_numpy(a: memoryview, b: memoryview, dtype: str, item: int) -> Difference:

@@ -19,7 +19,7 @@ from tierckpt.cli.output import count, progress, say, say_json, size
 from tierckpt.cli.target import json_option, reports_data_errors
 from tierckpt.errors import StoreError, UntrustedError
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tierckpt.cli.checkpoint import choose
 from tierckpt.cli.history import history, name_of
 from tierckpt.cli.output import compact, count, moment, say, say_json, size, spans, table
 from tierckpt.cli.target import (
@@ -23,18 +24,14 @@ from tierckpt.cli.target import (
     say_problems,
     trust_problems,
 )
-from tierckpt.errors import IncompleteError
-from tierckpt.format import blob, names, shard
+from tierckpt.format import names, shard
 from tierckpt.format.chain import CheckpointRef
-from tierckpt.format.digest import CHUNK
 from tierckpt.format.display import to_plain
 from tierckpt.format.grid import Cut
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
-from tierckpt.restore.locate import candidates
-from tierckpt.tiers.chunks import check_header, read_chunks, read_header
+from tierckpt.tiers.content import Content
 from tierckpt.tiers.store import Store
-from tierckpt.tiers.verify import check_layout
 
 #: Rows of the table of tensors, and values, that are shown without being asked for.
 _ROWS = 100
@@ -51,18 +48,15 @@ _SHORT = 200
 def command(root: str, step: int | None, pattern: str | None, as_json: bool) -> int:
     """Show a checkpoint of the store at ROOT: tensors and how they are cut, other values, metadata.
 
-    Of the shards only headers and values are read, and verified.
+    Of the shards only the values are read, and verified.
     """
     store = open_store(root)
     problems = trust_problems(store)
-    if step is None and not store.chain.lineage():
-        raise IncompleteError(f"{store.url}: no checkpoint has been committed in this lineage")
-    ref = candidates(store, step=step)[0][0]
-    manifest = store.manifest(ref)
-    layout = store.layout(manifest.layout)
-    check_layout(store, manifest, layout)
+    ref = choose(store, step)
+    content = Content.open(store, ref)
+    manifest, layout = content.manifest, content.layout
     chosen = _matching(layout, pattern)
-    values = _values(store, manifest, layout, problems)
+    values = _values(content, problems)
     if as_json:
         say_json(
             {
@@ -174,38 +168,20 @@ def _cut_text(cut: Cut | None, pieces: int) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _values(store: Store, manifest: Manifest, layout: Layout, problems: list[Problem]) -> dict[str, dict[str, Any]]:
+def _values(content: Content, problems: list[Problem]) -> dict[str, dict[str, Any]]:
     """By rank, then by name: the values that the lowest rank of each tree keeps.
 
     Other ranks of the tree share them, but for ``PerRank`` ones.
     """
     found = {}
-    for rank in sorted({tree.ranks[0][0] for tree in layout.trees}):
-        if layout.has_blob(rank):
+    for rank in sorted({tree.ranks[0][0] for tree in content.layout.trees}):
+        if content.layout.has_blob(rank):
             try:
-                items = _blob(store, manifest, layout, rank)
+                items = content.values(rank)
                 found[str(rank)] = {name: to_plain(item, what=name) for name, item in items.items()}
             except DATA_ERRORS as error:
                 problems.append(problem_of(error))
     return found
-
-
-def _blob(store: Store, manifest: Manifest, layout: Layout, rank: int) -> dict[str, Any]:
-    """The encoded values in the blob of a rank; every chunk that it touches is verified."""
-    receipt = store.receipt(manifest, rank)
-    what = f"{store.url}/{receipt.name}"
-    with store.open_shard(receipt) as reader:
-        header = read_header(reader, receipt, url=store.url)
-        entry = check_header(header, layout, receipt, url=store.url)[-1]
-        data = bytearray(entry.nbytes)
-        end = entry.offset + entry.nbytes
-
-        def take(lo: int, hi: int, chunk: memoryview) -> None:
-            first, last = max(lo, entry.offset), min(hi, end)
-            data[first - entry.offset : last - entry.offset] = chunk[first - lo : last - lo]
-
-        read_chunks(reader, receipt, range(entry.offset // CHUNK, -(-end // CHUNK)), take, url=store.url)
-    return blob.decode(bytes(data), what=f"{what}: values")
 
 
 # For people

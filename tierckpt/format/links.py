@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def _decode_roots(fields: Fields) -> tuple[Ranges, ...]:
     what = f"{fields.what}: roots"
     roots = tuple([decode_ranges(item, what=what, below=MAX_INTEGER) for item in fields.array("roots")])
     spans = sorted(span for ranges in roots for span in ranges)
-    disjoint = all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+    disjoint = all(before[1] < after[0] for before, after in itertools.pairwise(spans))
     if len(roots) == 1 or not all(roots) or not disjoint:
         raise fields.wrong("roots", "nothing, or at least two disjoint lists of ranks")
     return roots

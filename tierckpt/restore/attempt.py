@@ -175,16 +175,14 @@ class Attempt:
             self._group.vote(f"casting {self._what}", self._check_casts)
 
     def _check_casts(self) -> bytes:
-        problems = []
-        for want in self._wanted:
-            for place in want.destinations:
-                if place.target is not None and place.target.dtype != place.memory.dtype and _loses(place):
-                    problems.append(
-                        f"{self.layout.name(want.index)}: saved as {place.memory.dtype}, it has values that "
-                        f"{place.target.dtype} cannot hold"
-                    )
+        problems = {
+            f"{self.layout.name(want.index)}: saved as {place.memory.dtype}, it has values that {target.dtype} cannot hold"
+            for want in self._wanted
+            for place in want.destinations
+            if (target := place.target) is not None and target.dtype != place.memory.dtype and _loses(place)
+        }
         if problems:
-            raise LayoutError("cast=True: " + "; ".join(sorted(set(problems))))
+            raise LayoutError("cast=True: " + "; ".join(sorted(problems)))
         return b""
 
     def finish(self) -> None:
