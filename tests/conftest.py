@@ -36,8 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Own, empty folders for configuration and sockets; the test may set TIERCKPT_* itself."""
+def _isolated(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Own, empty folders for configuration and sockets; the test may set TIERCKPT_* itself.
+
+    Afterwards the second reader reads what the test has stored.
+    """
+    stored: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     home = tmp_path_factory.mktemp("user")
     for variable, folder in (
         ("XDG_CONFIG_HOME", "config"),
@@ -51,6 +57,31 @@ def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     yield
     for name in [name for name in os.environ if name.startswith("TIERCKPT_")]:
         monkeypatch.delenv(name)
+    if stored is not None:
+        _read_again(stored)
+
+
+#: Bytes of a store up to which the second reader, which is slow, reads it too.
+SECOND_READER_LIMIT = 16 << 20
+
+
+def _read_again(folder: Path) -> None:
+    """Every store in which the package finds nothing wrong must be right for the second reader as well."""
+    from tests.second_reader import verify_store
+    from tierckpt.errors import TierckptError
+    from tierckpt.tiers.disk import DiskPlace
+    from tierckpt.tiers.verify import verify
+
+    for found in [*folder.glob("tierckpt.json"), *folder.glob("*/tierckpt.json"), *folder.glob("*/*/tierckpt.json")]:
+        root = found.parent
+        try:
+            if sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) > SECOND_READER_LIMIT:
+                continue
+            report = verify(DiskPlace(root), every=True, allow_extra=True)
+        except (TierckptError, OSError):
+            continue
+        problems = [line for line in verify_store(root) if "belongs to nothing" not in line] if report.ok else []
+        assert not problems, f"the second reader does not agree about {root}: {problems}"
 
 
 def _limit(item: pytest.Item) -> float:
