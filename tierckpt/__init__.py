@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tierckpt.functional import async_save, load, read, save
     from tierckpt.inspection import latest, prune, steps, verify
     from tierckpt.restore.load import LoadInfo
+    from tierckpt.state.mapping import Fuse, Mapping, Rename, Split
     from tierckpt.state.marks import PerRank, Pieces
     from tierckpt.state.position import DataPosition
     from tierckpt.state.rng import rng_state
@@ -56,6 +57,7 @@ _HOMES = {
     "functional": ("async_save", "load", "read", "save"),
     "inspection": ("latest", "prune", "steps", "verify"),
     "restore.load": ("LoadInfo",),
+    "state.mapping": ("Fuse", "Mapping", "Rename", "Split"),
     "state.marks": ("PerRank", "Pieces"),
     "state.position": ("DataPosition",),
     "state.rng": ("rng_state",),
@@ -69,6 +71,7 @@ __all__ = [
     "DataPosition",
     "Disk",
     "FencedError",
+    "Fuse",
     "Handle",
     "IncompleteError",
     "IntegrityError",
@@ -76,10 +79,13 @@ __all__ = [
     "KeepLast",
     "LayoutError",
     "LoadInfo",
+    "Mapping",
     "PerRank",
     "Pieces",
+    "Rename",
     "SaveInfo",
     "SkippedError",
+    "Split",
     "StateError",
     "StepExistsError",
     "StoreError",

@@ -32,6 +32,7 @@ from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
 from tierckpt.snapshot.arena import Arena
 from tierckpt.snapshot.stager import LiveSource
+from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
@@ -139,6 +140,7 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         fallback: bool = True,
+        mapping: Mapping | None = None,
         staged: bool = False,
     ) -> LoadInfo | None:
         """Fill ``state`` in place from the newest checkpoint that is complete and verified, and begin a generation there.
@@ -165,6 +167,7 @@ class Checkpointer:
                 strict=strict,
                 cast=cast,
                 fallback=fallback,
+                mapping=mapping,
                 staged=staged,
                 believe=self._coordinator.believe,
                 run=self._coordinator.run,

@@ -12,6 +12,7 @@ from tierckpt.checkpointer import Checkpointer, Key
 from tierckpt.group import Group
 from tierckpt.restore import load as restoring
 from tierckpt.restore.load import LoadInfo
+from tierckpt.state.mapping import Mapping
 from tierckpt.tiers import trust as trusting
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.store import Store
@@ -88,7 +89,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     fallback: bool = True,
-    mapping: None = None,
+    mapping: Mapping | None = None,
     trust: Any = None,
     expect_head: str | None = None,
     staged: bool = False,
@@ -107,7 +108,7 @@ def load(
         strict: keys missing from the checkpoint or from ``state`` are errors.
         cast: convert tensors whose dtype differs; integers that do not fit are refused.
         fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
-        mapping: must be None; renaming is not supported yet.
+        mapping: the names of the checkpoint that ``state`` has others for, tensors to fuse or to split.
         trust: public keys (hex or paths) to trust instead of those pinned.
         expect_head: digest of a link that the chain must contain; detects that the store was rolled back.
         staged: fill nothing before everything was read and verified, at the cost of memory for a second copy.
@@ -119,8 +120,6 @@ def load(
         IntegrityError: bytes are damaged; names file and chunk.
         UntrustedError: the store is not to be believed.
     """
-    if mapping is not None:
-        raise config.StateError("mapping=: renaming while loading is not supported yet")
     with _reading(group, timeout) as ranks:
         info = restoring.load(
             ranks,
@@ -132,6 +131,7 @@ def load(
             cast=cast,
             fallback=fallback,
             staged=staged,
+            mapping=mapping,
             believe=_believe(trust, expect_head),
             run=run,
         )
@@ -145,6 +145,7 @@ def read(
     keys: Sequence[str] | None = None,
     *,
     fallback: bool = True,
+    mapping: Mapping | None = None,
     trust: Any = None,
     expect_head: str | None = None,
     group: Any = None,
@@ -153,7 +154,7 @@ def read(
 ) -> Any:
     """The state of a checkpoint without a template: whole tensors in private memory, nested as saved. Collective.
 
-    Arguments and errors as for :func:`load`.
+    Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives.
     """
     with _reading(group, timeout) as ranks:
         return restoring.read(
@@ -162,6 +163,7 @@ def read(
             step=step,
             keys=keys,
             fallback=fallback,
+            mapping=mapping,
             believe=_believe(trust, expect_head),
             run=run,
         )

@@ -91,6 +91,26 @@ def test_a_new_node_gets_the_chain_and_what_it_needs(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "node0") == [1, 2, 3]
 
 
+def _pruned_between(rank: int, base: str) -> list[int]:
+    roots.PROBE_SECONDS = 0.1
+    root = f"{base}/node{rank}"
+    with Checkpointer(root, agent="off") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, _state(float(step))).wait()
+            if rank == 0:
+                tierckpt.prune(root, keep=1, grace=0)
+            dist.barrier()
+    return tierckpt.steps(root)
+
+
+def test_links_of_others_reach_every_root(tmp_path: Path) -> None:
+    # The last prune comes after the last save: only rank 0's root has it until the next generation begins.
+    assert run_ranks(_pruned_between, 2, str(tmp_path), env=_nodes(2)) == [[3], [2, 3]]
+    assert verify_store(tmp_path / "node1") == []
+    assert run_ranks(_train, 2, str(tmp_path), [4], env=_nodes(2)) == [(3, True)] * 2
+    assert tierckpt.steps(tmp_path / "node1") == [3, 4]
+
+
 def test_a_shard_missing_from_its_own_node_is_no_shard_held_elsewhere(tmp_path: Path) -> None:
     run_ranks(_train, 2, str(tmp_path), [1], env=_nodes(2))
     (tmp_path / "node1/g0001/s000000000001/shard-00001.safetensors").unlink()

@@ -58,10 +58,10 @@ class Coordinator:
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
         self._key: SigningKey | None = None
-        self._believed: tuple[int, frozenset[str]] = (
-            0,
-            frozenset(),
-        )  # links seen when we began, and the keys that may sign
+        # Links seen when we began, and the keys that may sign.
+        self._believed: tuple[int, frozenset[str]] = (0, frozenset())
+        # Links that the other roots have.
+        self._told = 0
         self._pins: Path | None = None
         # The layout that this process made durable last.
         self._layout = ""
@@ -118,6 +118,7 @@ class Coordinator:
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
         self.roots, self._store = spread_begin(nodes, self.place, self._store)
+        self._told = len(self._store.chain.links) if self._store is not None else 0
 
         def clean() -> bytes:
             if self._store is not None:
@@ -167,9 +168,11 @@ class Coordinator:
             raise
         assert link is not None
         problem = self._retire(ref, manifest, key)
-        links = range(link.number, len(store.chain.links)) if len(self.roots.leaders) > 1 else ()
+        # What others have published since (prune, say) goes to the other roots as well: their chains must have no gaps.
+        first, self._told = self._told, len(store.chain.links)
+        links = range(first, self._told) if len(self.roots.leaders) > 1 else ()
         told = [b64encode(self.place.read(paths.link(number), 1 << 26)).decode() for number in links]
-        return json.dumps({"head": link.digest, "problem": problem, "first": link.number, "links": told}).encode()
+        return json.dumps({"head": link.digest, "problem": problem, "first": first, "links": told}).encode()
 
     def keep_documents(self, manifest: Manifest, layout: bytes) -> bytes:
         """Make layout and manifest durable in this root. On the leader of each."""
@@ -251,7 +254,7 @@ class Coordinator:
         try:
             going = to_retire(self.store.chain, self._retention, new)
             if going:
-                check_present(self.store, manifest, self.roots.members(0))
+                check_present(self.store, manifest)
                 store = self.store
                 store.publish(lambda chain: self._retire_link(chain, new), key)
                 self._littered = True
@@ -290,15 +293,11 @@ def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> lis
     return sorted(going - {new}, key=lambda ref: (ref.generation, ref.step))
 
 
-def check_present(store: Store, manifest: Manifest, ranks: Iterable[int] | None = None) -> None:
-    """Every receipt matches the manifest and every shard is there in full size; no bytes are read.
-
-    Args:
-        ranks: whose shards are in this root; None: all.
-    """
-    wanted = None if ranks is None else set(ranks)
+def check_present(store: Store, manifest: Manifest) -> None:
+    """Every receipt that belongs here matches the manifest and its shard is there in full size; no bytes are read."""
+    wanted = set(store.ranks_here(manifest))
     for shard in manifest.shards:
-        if wanted is not None and shard.rank not in wanted:
+        if shard.rank not in wanted:
             continue
         receipt = store.receipt(manifest, shard.rank)
         size = store.place.size(receipt.name)

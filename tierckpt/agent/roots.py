@@ -118,7 +118,7 @@ def spread_begin(nodes: Nodes, place: Place, store: Store | None) -> tuple[Roots
     def show() -> bytes:
         if store is None:
             return b""
-        links = range(max(0, len(store.chain.links) - 3), len(store.chain.links))
+        links = range(max(0, len(store.chain.links) - 16), len(store.chain.links))
         names = [paths.STORE, *(paths.link(number) for number in links)]
         return _pack({name: store.place.read(name, _LIMIT) for name in names})
 

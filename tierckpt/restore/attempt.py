@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tierckpt.errors import IntegrityError, LayoutError, StateError
-from tierckpt.format.boxes import Box
+from tierckpt.format import canonical
+from tierckpt.format.boxes import Box, intersection, whole
 from tierckpt.format.canonical import JSON
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.layout import Layout
@@ -19,6 +20,8 @@ from tierckpt.group import Group
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
 from tierckpt.state.layout import Describer, Destination, destination
+from tierckpt.state.mapped import Part, View, dotted
+from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.nodes import merge
 from tierckpt.state.tree import Saved, Target, unexpected_problems
 from tierckpt.tiers.store import Store
@@ -87,13 +90,16 @@ class Attempt:
         strict: bool,
         cast: bool,
         staged: bool,
+        mapping: NameMapping | None,
     ) -> None:
         self._group, self._store, self._ref, self._state = group, store, ref, state
+        self._mapping = mapping
         self._keys, self._strict, self._cast, self._staged = keys, strict, cast, staged
         self._what = f"step {ref.step} of {store.url}"
         self.manifest, self.layout = documents(group, store, ref, source)
         self._shards = Shards(group, store, self.manifest, self.layout)
         self._wanted: list[Wanted] = []
+        self._places: list[tuple[str, Destination]] = []
         self._values: dict[str, JSON] = {}
         self._per_rank: dict[str, JSON] = {}
 
@@ -114,9 +120,17 @@ class Attempt:
         @memory_for(self._what)
         def match() -> bytes:
             contents = self._contents = Contents(self.layout, self._group.rank)
-            self._target = Target(self._state, contents.saved, keys=self._keys, strict=self._strict, cast=self._cast)
+            self._target = Target(
+                self._state,
+                contents.saved,
+                keys=self._keys,
+                strict=self._strict,
+                cast=self._cast,
+                mapping=self._mapping,
+            )
             self._refuse(self._target.problems)
-            blobs.update(contents.blobs_for(self._target.values))
+            names_of = self._names_of = self._target.view.names_of
+            blobs.update(contents.blobs_for([origin for name in self._target.values for origin in names_of(name)]))
             if self._target.per_rank and self._same_world:
                 blobs.setdefault(self._group.rank, [])
             return json.dumps(sorted(self._target.unexpected)).encode()
@@ -128,16 +142,20 @@ class Attempt:
 
         @memory_for(self._what)
         def check() -> bytes:
-            for rank, wanted in blobs.items():
-                self._values.update((name, pick(found[rank], name, rank)) for name in wanted)
+            told = {name: pick(found[rank], name, rank) for rank, wanted in blobs.items() for name in wanted}
+            self._values = {name: told[self._names_of(name)[0]] for name in self._target.values}
             if self._target.per_rank and self._same_world:
-                mine = self._group.rank
-                self._per_rank = {name: pick(found[mine], name, mine) for name in self._target.per_rank}
+                mine, own = self._group.rank, self._target.per_rank
+                self._per_rank = {name: pick(found[mine], self._names_of(name)[0], mine) for name in own}
             self._refuse(self._target.check(self._values, self._per_rank))
+            if self._mapping is not None:
+                self._refuse(disagreeing(self._target.view, self._target.values, told))
             self._find_places()
             return b""
 
         self._group.vote(what, check)
+        if self._mapping is not None:
+            agree(self._group, what, self._shards, self._contents, self._target.view, self._target.tensors)
 
     @property
     def _same_world(self) -> bool:
@@ -149,14 +167,16 @@ class Attempt:
             raise LayoutError(f"{self._what} does not fit the state:{listed}")
 
     def _find_places(self) -> None:
-        layout = self.layout
+        layout, numbers = self.layout, self._contents.numbers
         describer = Describer(self._group.global_ranks)
         for name, value in self._target.tensors.items():
-            index = self._contents.numbers[name]
+            parts = self._target.view.parts.get(name)
+            index = numbers[name if parts is None else parts[0].name]
             dtype = torch_dtype(layout.dtype(index))
             pieces = describer.describe(value, name=name).pieces
             places = [self._place(box, tensor, dtype, name) for box, tensor in pieces]
-            self._wanted.append(Wanted(index, places))
+            self._places += [(name, place) for place in places]
+            self._wanted += [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
 
     def untouched(self) -> list[str]:
         """Names of leaves that stayed as they were."""
@@ -176,9 +196,8 @@ class Attempt:
 
     def _check_casts(self) -> bytes:
         problems = {
-            f"{self.layout.name(want.index)}: saved as {place.memory.dtype}, it has values that {target.dtype} cannot hold"
-            for want in self._wanted
-            for place in want.destinations
+            f"{name}: saved as {place.memory.dtype}, it has values that {target.dtype} cannot hold"
+            for name, place in self._places
             if (target := place.target) is not None and target.dtype != place.memory.dtype and _loses(place)
         }
         if problems:
@@ -189,13 +208,74 @@ class Attempt:
         """All ranks have everything: hand it over."""
 
         def part() -> bytes:
-            for want in self._wanted:
-                for place in want.destinations:
-                    place.finish()
+            for _, place in self._places:
+                place.finish()
             self._target.commit(self._values, self._per_rank)
             return b""
 
         self._group.vote(f"restoring {self._what}", part)
+
+
+def parted(parts: Sequence[Part], numbers: Mapping[str, int], places: Sequence[Destination]) -> list[Wanted]:
+    """What is wanted of each tensor of the checkpoint, so that ``places`` of a tensor made of ``parts`` are filled."""
+    found = []
+    for part in parts:
+        wanted = Wanted(numbers[part.name], [])
+        for place in places:
+            box = intersection(place.box, Box(part.offset, part.box.size))
+            if box is None:
+                continue
+            memory = place.memory
+            if box != place.box:
+                cuts = zip(box.offset, box.size, place.box.offset, strict=True)
+                memory = memory[tuple([slice(o - d, o - d + n) for o, n, d in cuts])]
+            moved = zip(part.box.offset, box.offset, part.offset, strict=True)
+            wanted.destinations.append(
+                Destination(Box(tuple([p + o - d for p, o, d in moved]), box.size), memory, None)
+            )
+        found.append(wanted)
+    return found
+
+
+def disagreeing(view: View, values: Sequence[str], told: Mapping[str, JSON]) -> list[str]:
+    """A line for each of ``values`` that several values of the checkpoint become, if those differ."""
+    found = []
+    for name in values:
+        first, *others = view.names_of(name)
+        if any(canonical.encode(told[other]) != canonical.encode(told[first]) for other in others):
+            found.append(f"{dotted(name)}: these become one, but differ: {', '.join(map(dotted, (first, *others)))}")
+    return found
+
+
+def agree(group: Group, what: str, shards: Shards, contents: Contents, view: View, names: Iterable[str]) -> None:
+    """Read the single elements of which several become one of the tensors ``names``, and compare them. Collective.
+
+    Raises ``LayoutError`` that names those that differ.
+    """
+    numbers, kinds = contents.numbers, contents.saved.tensors
+    wanted = {name: view.agreeing[name] for name in names if len(view.agreeing.get(name, ())) > 1}
+    read = {
+        origin: torch.empty(kinds[origin][1], dtype=torch_dtype(kinds[origin][0]))
+        for origins in wanted.values()
+        for origin in origins
+    }
+    elements = [
+        Wanted(numbers[name], [Destination(whole(tuple(tensor.shape)), tensor, None)]) for name, tensor in read.items()
+    ]
+    shards.fill(plan(contents.layout, elements))
+
+    def compare() -> bytes:
+        problems = []
+        for name, origins in wanted.items():
+            found = {bytes(read[origin].reshape(-1).view(torch.uint8).numpy()) for origin in origins}
+            if len(found) != 1:
+                listed = ", ".join(f"{dotted(origin)} is {read[origin].item()}" for origin in origins)
+                problems.append(f"{dotted(name)}: these become one, but differ: {listed}")
+        if problems:
+            raise LayoutError("the mapping does not fit:" + "".join(f"\n  {problem}" for problem in problems))
+        return b""
+
+    group.vote(what, compare)
 
 
 def _loses(place: Destination) -> bool:
@@ -221,6 +301,7 @@ class Contents:
     """What a checkpoint holds, as a rank that loads sees it, and which rank's blob has which value."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout = layout
         trees = list(layout.trees)
         # The rank's own tree first, should the layout that loads be that which saved; then the lowest.
         own = [tree for tree in trees if any(first <= rank <= last for first, last in tree.ranks)]
@@ -236,15 +317,6 @@ class Contents:
         self.numbers = {name: i for i, name in enumerate(layout)}
         kinds = {name: (layout.dtype(i), layout.shape(i)) for name, i in self.numbers.items()}
         self.saved = Saved(kinds, merged[0] if len(merged) == 1 else merge(self.trees))
-
-    def leaves(self, *kinds: str) -> list[str]:
-        """Names of the leaves of these kinds of node, in order."""
-        return [node.name for node in self.saved.nodes.values() if node.kind in kinds]
-
-    @property
-    def values(self) -> list[str]:
-        """Names of all values that are no rank's own."""
-        return list(self._homes)
 
     def blobs_for(self, names: Sequence[str]) -> dict[int, list[str]]:
         """Which blobs to read for these values, and which of them from each."""

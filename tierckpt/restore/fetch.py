@@ -15,9 +15,10 @@ from tierckpt.format.digest import chunk_range
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import Receipt
-from tierckpt.restore.plan import ShardRead, touched
+from tierckpt.restore.plan import ShardRead
 from tierckpt.tiers.base import Reader
 from tierckpt.tiers.chunks import check_header, read_chunks, read_header
+from tierckpt.tiers.content import touched
 from tierckpt.tiers.store import Store
 
 

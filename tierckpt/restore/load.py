@@ -17,12 +17,24 @@ from tierckpt.format.boxes import whole
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.restore.attempt import Attempt, Contents, documents, memory_for, pick, torch_dtype
+from tierckpt.restore.attempt import (
+    Attempt,
+    Contents,
+    agree,
+    disagreeing,
+    documents,
+    memory_for,
+    parted,
+    pick,
+    torch_dtype,
+)
 from tierckpt.restore.choice import choose
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
+from tierckpt.state import mapped
 from tierckpt.state.layout import Destination
-from tierckpt.state.tree import build
+from tierckpt.state.mapping import Mapping as NameMapping
+from tierckpt.state.nodes import build_nodes
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
 
@@ -70,6 +82,7 @@ def load(
     fallback: bool,
     staged: bool,
     believe: Callable[[Store], None],
+    mapping: NameMapping | None = None,
     run: str | None = None,
     max_restarts: int | None = None,
     may_be_empty: bool = False,
@@ -93,7 +106,16 @@ def load(
     for ref in choice.refs:
         try:
             attempt = Attempt(
-                group, store, ref, state, source=choice.source, keys=keys, strict=strict, cast=cast, staged=staged
+                group,
+                store,
+                ref,
+                state,
+                source=choice.source,
+                keys=keys,
+                strict=strict,
+                cast=cast,
+                staged=staged,
+                mapping=mapping,
             )
             attempt.fit()
             passed.touched = passed.touched or not staged
@@ -157,6 +179,7 @@ def read(
     keys: Sequence[str] | None,
     fallback: bool,
     believe: Callable[[Store], None],
+    mapping: NameMapping | None = None,
     run: str | None = None,
 ) -> Any:
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
@@ -166,7 +189,7 @@ def read(
     passed = _Passed(list(choice.skipped))
     for ref in choice.refs:
         try:
-            found = _read(group, store, ref, keys, choice.source)
+            found = _read(group, store, ref, keys, choice.source, mapping)
         except _FALL_BACK as error:
             if not fallback or step is not None:
                 raise
@@ -177,42 +200,78 @@ def read(
     raise passed.error(place)
 
 
-def _read(group: Group, store: Store, ref: CheckpointRef, keys: Sequence[str] | None, source: int) -> Any:
+def _read(
+    group: Group,
+    store: Store,
+    ref: CheckpointRef,
+    keys: Sequence[str] | None,
+    source: int,
+    mapping: NameMapping | None,
+) -> Any:
     manifest, layout = documents(group, store, ref, source)
     shards = Shards(group, store, manifest, layout)
     contents = Contents(layout, group.rank)
-    leaves = (contents.leaves("tensor", "array"), contents.values, contents.leaves("per_rank"))
-    chosen, chosen_values, chosen_own = (_select(known, keys) for known in leaves)
+    what = f"step {ref.step} of {store.url}"
+    view = mapped.view(mapping, contents.saved.nodes, contents.saved.tensors, None)
+    _refuse(what, view.problems)
+    leaves = list(view.nodes.values())
+    chosen = _select([node.name for node in leaves if node.kind in ("tensor", "array")], keys)
+    chosen_values = _select([node.name for node in leaves if node.is_value], keys)
+    chosen_own = _select([node.name for node in leaves if node.kind == "per_rank"], keys)
     if keys is not None and not (chosen or chosen_values or chosen_own):
-        raise LayoutError(f"keys={list(keys)!r}: nothing in step {ref.step} of {store.url} matches")
+        raise LayoutError(f"keys={list(keys)!r}: nothing in {what} matches")
     wanted: list[Wanted] = []
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[int, torch.Tensor] = {}
 
-    @memory_for(f"step {ref.step} of {store.url}")
+    @memory_for(what)
     def allocate() -> bytes:
         for name in chosen:
-            index = contents.numbers.get(name)
+            origin = view.names_of(name)[0]
+            index = contents.numbers.get(origin)
             if index is None:
-                raise IntegrityError(f"{store.url}: the layout of step {ref.step} has no tensor {name!r}, its tree has")
+                raise IntegrityError(
+                    f"{store.url}: the layout of step {ref.step} has no tensor {origin!r}, its tree has"
+                )
+            dtype = torch_dtype(layout.dtype(index))
+            if not view.is_whole(name):
+                shape = view.tensors[name][1]
+                tensors[name] = torch.empty(shape, dtype=dtype)
+                place = Destination(whole(shape), tensors[name], None)
+                wanted.extend(parted(view.parts[name], contents.numbers, [place]))
+                continue
             owner = layout.alias(index)
             tensor = owners.get(owner)
             if tensor is None:
                 shape = layout.shape(index)
-                tensor = owners[owner] = torch.empty(shape, dtype=torch_dtype(layout.dtype(index)))
+                tensor = owners[owner] = torch.empty(shape, dtype=dtype)
                 wanted.append(Wanted(owner, [Destination(whole(shape), tensor, None)]))
             tensors[name] = tensor
         return b""
 
-    group.vote(f"reading step {ref.step} of {store.url}", allocate)
-    blobs = contents.blobs_for(chosen_values)
+    group.vote(f"reading {what}", allocate)
+    blobs = contents.blobs_for([origin for name in chosen_values for origin in view.names_of(name)])
     if chosen_own and layout.has_blob(group.rank):
         blobs.setdefault(group.rank, [])
     told = shards.values(blobs)
     shards.fill(plan(layout, wanted))
     found = {name: pick(told[rank], name, rank) for rank, picked in blobs.items() for name in picked}
+    if mapping is not None:
+        _refuse(what, disagreeing(view, chosen_values, found))
+        agree(group, f"reading {what}", shards, contents, view, chosen)
     own = told.get(group.rank, {})
-    return build(contents.trees, tensors, found, {name: own[name] for name in chosen_own if name in own})
+    origins = {name: view.names_of(name)[0] for name in (*chosen_values, *chosen_own)}
+    return build_nodes(
+        view.nodes,
+        tensors,
+        {name: found[origins[name]] for name in chosen_values},
+        {name: own[origins[name]] for name in chosen_own if origins[name] in own},
+    )
+
+
+def _refuse(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise LayoutError(f"{what} does not fit the mapping:" + "".join(f"\n  {problem}" for problem in problems))
 
 
 def _select(known: Sequence[str], keys: Sequence[str] | None) -> list[str]:

@@ -11,7 +11,6 @@ from tierckpt import _native
 from tierckpt.errors import IntegrityError
 from tierckpt.format import shard
 from tierckpt.format.boxes import Box, intersection
-from tierckpt.format.digest import CHUNK
 from tierckpt.format.layout import Layout
 from tierckpt.state.layout import Destination
 
@@ -79,14 +78,3 @@ def plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
                     read = reads[stored.rank] = ShardRead(stored.rank)
                 read.pieces.append((want.index, stored.k, stored.box, box, destination))
     return reads
-
-
-def touched(table: _native.CopyTable, size: int) -> list[int]:
-    """Indices of the chunks that hold at least one byte of the table."""
-    lo, hi = table.span
-    if hi <= lo:
-        return []
-    first, last = lo // CHUNK, (hi - 1) // CHUNK
-    if table.nbytes == hi - lo:
-        return list(range(first, last + 1))
-    return [i for i in range(first, last + 1) if table.covered(i * CHUNK, min((i + 1) * CHUNK, size)) > 0]

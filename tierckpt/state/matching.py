@@ -61,6 +61,7 @@ class Matcher:
         self.untouched: list[str] = []
         self.seen: set[str] = set()  # saved leaves that the state has
         self.checks: list[Callable[[Decoded], list[str]]] = []  # what only the values can tell
+        self.parameters: Mapping[str, Mapping[Any, tuple[Any, ...]]] = {}  # of optimizers: names in the checkpoint
 
     def wanted(self, name: str) -> bool:
         """Whether ``keys`` includes this leaf."""
@@ -357,9 +358,10 @@ class Matcher:
             return lambda got: live
         likes: dict[str, Node] = {}
         if isinstance(node, Branch):
-            likes = {child.name: child for child in node.children}
+            # By last component: a group of an optimizer may have another name in the checkpoint.
+            likes = {below(saved.name) + child.name[len(below(node.name)) :]: child for child in node.children}
         elif node is not None and isinstance(node.live, dict):
-            prefix = below(node.name)
+            prefix = below(saved.name)
             likes = {
                 path: Leaf("value", path, item)
                 for path, item in ((prefix + names.join((key,)), item) for key, item in node.live.items())
@@ -369,8 +371,8 @@ class Matcher:
         ]
         kept: list[tuple[Any, Any]] = []
         if isinstance(node, Branch) and not fixed:
-            for key, child in zip(node.keys, node.children, strict=True):
-                if child.name not in saved.children and child.kind != "value":
+            for key, (path, child) in zip(node.keys, likes.items(), strict=True):
+                if path not in saved.children and child.kind != "value":
                     self.missing(child)
                     kept.append((key, child.live))
         like = None if node is None else node.live

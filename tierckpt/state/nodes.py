@@ -122,7 +122,16 @@ def build(
     subclasses as the dict of their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises
     ``IntegrityError`` for malformed input.
     """
-    nodes = merge(trees)
+    return build_nodes(merge(trees), tensors, values, per_rank)
+
+
+def build_nodes(
+    nodes: Mapping[str, SavedNode],
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, JSON],
+    per_rank: Mapping[str, JSON],
+) -> Any:
+    """The same from merged trees."""
     if names.ROOT not in nodes:
         raise IntegrityError("the layout has no tree")
     found = _build(nodes[names.ROOT], nodes, tensors, values, per_rank)

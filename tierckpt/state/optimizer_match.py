@@ -52,12 +52,19 @@ class _Match:
 
     def __post_init__(self) -> None:
         self.prefix = below(self.node.name)
+        self.origins = self.matcher.parameters.get(self.node.name, {})
         self.groups = [
             _Group(number, live, named)
             for number, (live, named) in enumerate(
                 zip(self.node.live.param_groups, self.node.groups.names, strict=True)
             )
         ]
+
+    def _before(self, names: list[optimizers.ParameterName]) -> list[optimizers.ParameterName]:
+        """What the checkpoint calls these parameters; each once, fused ones one after the other."""
+        if not self.origins:
+            return names
+        return list(dict.fromkeys(before for name in names for before in self.origins.get(name, (name,))))
 
     def run(self) -> Plan | None:
         matcher, node = self.matcher, self.node
@@ -208,6 +215,8 @@ class _Match:
         for group, key, live in zip(self.groups, self.node.groups.keys, written.children, strict=True):
             if not any(matcher.wanted(path) for path in (live.name, *(leaf.name for leaf in _leaves(live)))):
                 continue
+            if self.origins:
+                key = optimizers.group_key(self._before(group.names))
             if prefix + key in matcher.nodes:
                 group.hyper = matcher.grow(prefix + key, live, matcher.allocate_cpu)
                 self.saved_names.update(group.names)
@@ -238,15 +247,16 @@ class _Match:
 
     def _assign(self, rest: list[_Group], saved: list[_SavedGroup], what: str) -> list[str]:
         owner = {name: group for group in reversed(saved) for name in group.value["params"]}
-        lives = {name: group.number for group in self.groups for name in group.names}
+        lives = {name: group.number for group in self.groups for name in self._before(group.names)}
         problems: list[str] = []
         for group in rest:
-            absent = [str(name) for name in group.names if name not in owner]
+            before = self._before(group.names)
+            absent = [str(name) for name in before if name not in owner]
             if absent and self.matcher.strict:
                 problems.append(
                     f"{what}: group {group.number}: parameters in no group of the checkpoint: {_few(absent)}"
                 )
-            sources = list({id(owner[name]): owner[name] for name in group.names if name in owner}.values())
+            sources = list({id(owner[name]): owner[name] for name in before if name in owner}.values())
             if not sources:
                 continue
             others = {
@@ -262,7 +272,9 @@ class _Match:
                 )
             problems += self._agree(sources, f"{what}: group {group.number}")
             group.hyper = _constant(sources[0].value)
-            self.saved_names.update(name for name in group.names if name in owner)
+            self.saved_names.update(
+                name for name in group.names if all(before in owner for before in self._before([name]))
+            )
         return problems
 
     @staticmethod

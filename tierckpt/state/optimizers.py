@@ -65,7 +65,7 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
         if len(set(flat)) != len(flat):
             twice = sorted({str(name) for name in flat if flat.count(name) > 1})
             raise StateError(f"{what()}: several parameters of the optimizer are called {', '.join(twice[:5])}")
-        return Groups(found, [_key(group) for group in found], by_position=False)
+        return Groups(found, [group_key(group) for group in found], by_position=False)
     known = {identity for _, contents in modules for identity in contents.parameters}
     nameless = [
         f"group {g}, parameter {i}"
@@ -83,7 +83,7 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
     for group in groups:
         positions.append(list(range(start, start + len(group))))
         start += len(group)
-    return Groups(positions, [_key(group) for group in positions], by_position=True)
+    return Groups(positions, [group_key(group) for group in positions], by_position=True)
 
 
 def _by_module(
@@ -102,7 +102,8 @@ def _by_module(
     return None
 
 
-def _key(names: Sequence[ParameterName]) -> str:
+def group_key(names: Sequence[ParameterName]) -> str:
+    """The key under which a group with these parameters is stored."""
     return "g" + hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
 
 

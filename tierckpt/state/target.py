@@ -9,8 +9,9 @@ from typing import Any
 from tierckpt.errors import IntegrityError, LayoutError
 from tierckpt.format import values as codec
 from tierckpt.format.canonical import JSON
-from tierckpt.state import live
+from tierckpt.state import live, mapped
 from tierckpt.state.live import Leaf
+from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor, rebuild
 from tierckpt.state.matching import Matcher, replace_root
 from tierckpt.state.naming import readable
@@ -46,14 +47,15 @@ class Target:
         everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that
         differ, optimizer groups that do not match.
     ``unexpected``
-        names of saved leaves that this state does not have. Not among the problems: another rank may have
-        them, so what counts is the intersection over all ranks (see `unexpected_problems`).
+        names, in the checkpoint, of saved leaves that this state does not have. Not among the problems: another
+        rank may have them, so what counts is the intersection over all ranks (see `unexpected_problems`).
     ``untouched``
         names of leaves of the state that stay as they are although ``keys`` includes them.
 
     ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
     keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
-    converts. Raises ``StateError`` for a state that could not be saved either.
+    converts. With a ``mapping`` all names here but those of ``unexpected`` are the state's; ``view`` says what they
+    are in the checkpoint. Raises ``StateError`` for a state that could not be saved either.
     """
 
     def __init__(
@@ -64,22 +66,28 @@ class Target:
         keys: Sequence[str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        mapping: NameMapping | None = None,
     ) -> None:
         self._state = state
         self._root = live.walk(state, meta=True)
-        nodes = saved.nodes
         _check_saved(saved)
-        self._matcher = matcher = Matcher(nodes, saved.tensors, keys=keys, strict=strict, cast=cast)
+        self.view = view = mapped.view(mapping, saved.nodes, saved.tensors, self._root)
+        nodes = view.nodes
+        self._matcher = matcher = Matcher(nodes, view.tensors, keys=keys, strict=strict, cast=cast)
+        matcher.problems += view.problems
+        matcher.parameters = view.parameters
         self._plan = matcher.match(self._root)
         if self._plan is not None and isinstance(state, tuple):
             matcher.problem(self._root.name, "the state is a tuple, whose values cannot be replaced; use a list")
         self._decoded: dict[str, Any] | None = None
         self._marked: dict[str, Any] = {}
         self.unexpected = {
-            name
+            origin
             for name, node in nodes.items()
             if not node.children and name not in matcher.seen and matcher.wanted(name) and _is_leaf(node.kind)
+            for origin in view.names_of(name)
         }
+        self.unexpected.update(origin for origin, becomes in view.absent.items() if any(map(matcher.wanted, becomes)))
 
     @property
     def tensors(self) -> dict[str, LiveTensor]:

@@ -6,6 +6,7 @@ Reading and publishing only; who may publish what, and when, is the coordinator'
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -215,6 +216,30 @@ class Store:
         except IntegrityError as error:
             raise IntegrityError(f"{self.url}/{name}: {error}") from None
         return receipt
+
+    def ranks_here(self, manifest: Manifest) -> list[int]:
+        """The ranks whose shards must be in this folder.
+
+        All, or with node-local roots those of one node: of the node whose files are here, at least.
+        """
+        listed = [part.rank for part in manifest.shards]
+        roots = self.chain.roots.get(CheckpointRef(manifest.generation, manifest.step, manifest.id), ())
+        if not roots:
+            return listed
+        spans = sorted((first, last, number) for number, ranges in enumerate(roots) for first, last in ranges)
+        firsts = [first for first, _, _ in spans]
+
+        def root(rank: int) -> int | None:
+            at = bisect_right(firsts, rank)
+            return spans[at - 1][2] if at and rank <= spans[at - 1][1] else None
+
+        own = {root(rank) for rank in listed if self._has_any(manifest, rank)}
+        # A rank that no root is said to have is looked for here.
+        return [rank for rank in listed if not own or root(rank) in own or root(rank) is None]
+
+    def _has_any(self, manifest: Manifest, rank: int) -> bool:
+        key = (manifest.generation, manifest.step, rank)
+        return any(self.place.size(name) is not None for name in (paths.shard(*key), paths.receipt(*key)))
 
     def open_shard(self, receipt: Receipt) -> Reader:
         """A reader of a shard's bytes; its size is that of the receipt."""

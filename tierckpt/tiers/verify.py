@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,28 +234,12 @@ class _Checkpoint:
         return layout
 
     def _find_ranks(self) -> None:
-        """With node-local roots each folder has the shards of one node: of those whose files are here, at least."""
-        listed = [part.rank for part in self.manifest.shards]
-        roots = self.store.chain.roots.get(self._ref, ())
-        spans = sorted((first, last, number) for number, ranges_ in enumerate(roots) for first, last in ranges_)
-        firsts = [first for first, _, _ in spans]
-
-        def root(rank: int) -> int | None:
-            at = bisect_right(firsts, rank)
-            return spans[at - 1][2] if at and rank <= spans[at - 1][1] else None
-
-        own = {root(rank) for rank in listed if self._has_any(rank)} if roots else set()
-        # A rank that no root is said to have is looked for here.
-        self.ranks = [rank for rank in listed if not own or root(rank) in own or root(rank) is None]
-        elsewhere = sorted(set(listed).difference(self.ranks))
+        self.ranks = self.store.ranks_here(self.manifest)
+        elsewhere = sorted({part.rank for part in self.manifest.shards} - set(self.ranks))
         if elsewhere:
             self._report.notes.append(
                 f"step {self.manifest.step}: the shards of ranks {_shown(ranges(elsewhere))} are held by other nodes"
             )
-
-    def _has_any(self, rank: int) -> bool:
-        key = (self.manifest.generation, self.manifest.step, rank)
-        return any(self.store.place.size(name) is not None for name in (paths.shard(*key), paths.receipt(*key)))
 
 
 class _Shards:
