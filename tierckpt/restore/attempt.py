@@ -137,7 +137,8 @@ class Attempt:
 
         told = self._group.vote(what, match)
         if self._strict:
-            self._refuse(unexpected_problems(set.intersection(*(set(json.loads(names)) for names in told))))
+            common = set.intersection(*(set(json.loads(names)) for names in told))
+            self._refuse(unexpected_problems(common, self._target.view))
         found = self._shards.values(blobs)
 
         @memory_for(self._what)

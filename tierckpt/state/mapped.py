@@ -43,7 +43,7 @@ class View:
         origins: the names that values have in the checkpoint. Several must agree.
         agreeing: single elements made of several (the step counts of fused parameters), which must agree.
         parameters: for each optimizer, what its parameters are called in the checkpoint.
-        absent: names in the checkpoint of tensors that are split, of which this rank has nothing; and what they become.
+        absent: parts of split tensors that cannot be placed, since this rank has nothing of them; and what has them.
         problems: a line for each thing that does not fit.
     """
 
@@ -53,7 +53,7 @@ class View:
     origins: dict[str, list[str]] = field(default_factory=dict)
     agreeing: dict[str, list[str]] = field(default_factory=dict)
     parameters: dict[str, dict[object, tuple[object, ...]]] = field(default_factory=dict)
-    absent: dict[str, list[str]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def is_whole(self, name: str) -> bool:
@@ -67,7 +67,7 @@ class View:
             return self.agreeing[name]
         if name in self.parts:
             return list(dict.fromkeys(part.name for part in self.parts[name]))
-        return self.origins.get(name, [name])
+        return [self.absent[name]] if name in self.absent else self.origins.get(name, [name])
 
 
 def view(
@@ -85,6 +85,7 @@ class _Live:
     def __init__(self, root: Node | None) -> None:
         self.is_there = root is not None
         self.names: dict[str, str | None] = {}  # None: several are written alike
+        self.kinds: dict[str, str] = {}
         self.tensors: dict[str, LiveTensor] = {}
         self.optimizers: dict[str, set[object]] = {}
         if root is not None:
@@ -95,6 +96,7 @@ class _Live:
             self._look(node.children[0])
             return
         text = dotted(node.name)
+        self.kinds[node.name] = node.kind
         self.names[text] = None if text in self.names else node.name
         if isinstance(node, OptimizerBranch):
             self.optimizers[node.name] = {name for group in node.groups.names for name in group}
@@ -138,8 +140,9 @@ class _Viewer:
             self._fuse(*key, parts)
         for name, leaves in theirs.items():
             _Optimizer(self, self.nodes[name], leaves, homes[name]).run()
-        for node in view.nodes.values():
-            _settle(node, view.nodes)
+        if not self.live.is_there:
+            for node in view.nodes.values():
+                _settle(node)
         if view.problems:
             view.problems += [
                 f"mapping: rule {number} speaks of nothing in the checkpoint: {rule}"
@@ -230,9 +233,9 @@ class _Viewer:
             else:
                 key = names.split(last)[0]
             if container is None:
-                container = found[upper] = SavedNode(*_container(like, upper, key))
+                container = found[upper] = SavedNode(*self._container(like, upper, key))
             elif container.kind == "value":
-                made = SavedNode(*_container(like, upper, key))
+                made = SavedNode(*self._container(like, upper, key))
                 container.kind, container.detail = made.kind, made.detail
             elif not _holds(container):
                 self.problem(f"{dotted(upper)} is both a {container.kind} and what holds {dotted(name)}")
@@ -247,6 +250,18 @@ class _Viewer:
                     found[above].trees |= node.trees
                 return
             name, old = upper, old_upper
+
+    def _container(self, like: SavedNode, name: str, key: object) -> tuple[str, str, Any]:
+        """What makes a new container called ``name`` that has ``key``: as the state has it, or like that one."""
+        live = self.live.kinds.get(name)
+        ordered = live in SEQUENCES if live in MAPPINGS or live in SEQUENCES else like.kind in SEQUENCES
+        if like.kind == "subclass" and key in like.children.values():
+            return like.kind, name, like.detail
+        if ordered and type(key) is int:
+            return (like.kind, name, like.detail) if like.kind in SEQUENCES else ("list", name, None)
+        if live is None and type(key) is int and int not in map(type, like.children.values()):
+            return "list", name, None
+        return (like.kind, name, None) if like.kind in MAPPINGS else ("dict", name, None)
 
     # Tensors made of parts
 
@@ -330,7 +345,7 @@ class _Viewer:
             return
         for name, span in zip(targets, spans, strict=True):
             if span is None:
-                self.view.absent.setdefault(node.name, []).append(name)
+                self.view.absent[name] = node.name
                 continue
             lo, hi = span
             size = (*shape[:dim], hi - lo, *shape[dim + 1 :])
@@ -572,17 +587,7 @@ def _swapped(name: str, old: str, new: str) -> str:
     return name if old == new else below(new) + name[len(below(old)) :]
 
 
-def _container(like: SavedNode, name: str, key: object) -> tuple[str, str, Any]:
-    """What makes a new container called ``name`` that has ``key``, like that one if that is possible."""
-    fits = (
-        type(key) is int
-        if like.kind in SEQUENCES
-        else like.kind in MAPPINGS or (like.kind == "subclass" and key in like.children.values())
-    )
-    return (like.kind, name, like.detail) if fits else ("dict", name, None)
-
-
-def _settle(node: SavedNode, nodes: Mapping[str, SavedNode]) -> None:
+def _settle(node: SavedNode) -> None:
     """Bring the items of a sequence into order; if some are missing it is a dict."""
     if node.kind in SEQUENCES and node.children:
         items = sorted(node.children.items(), key=lambda item: item[1])

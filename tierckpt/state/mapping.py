@@ -284,4 +284,5 @@ def _parts_meet(x: str, y: str) -> bool:
 
 
 def _clash(a: _Pattern, b: _Pattern) -> str:
+    a, b = sorted((a, b), key=lambda pattern: (pattern.rule, pattern.part))
     return f"rule {a.rule} ({a.text!r}) and rule {b.rule} ({b.text!r}) speak of the same names"

@@ -11,6 +11,7 @@ from tierckpt.format import values as codec
 from tierckpt.format.canonical import JSON
 from tierckpt.state import live, mapped
 from tierckpt.state.live import Leaf
+from tierckpt.state.mapped import View
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor, rebuild
 from tierckpt.state.matching import Matcher, replace_root
@@ -47,15 +48,15 @@ class Target:
         everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that
         differ, optimizer groups that do not match.
     ``unexpected``
-        names, in the checkpoint, of saved leaves that this state does not have. Not among the problems: another
-        rank may have them, so what counts is the intersection over all ranks (see `unexpected_problems`).
+        names of saved leaves that this state does not have. Not among the problems: another rank may have
+        them, so what counts is the intersection over all ranks (see `unexpected_problems`).
     ``untouched``
         names of leaves of the state that stay as they are although ``keys`` includes them.
 
     ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
     keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
-    converts. With a ``mapping`` all names here but those of ``unexpected`` are the state's; ``view`` says what they
-    are in the checkpoint. Raises ``StateError`` for a state that could not be saved either.
+    converts. With a ``mapping`` all names here are the state's; ``view`` says what they are in the checkpoint.
+    Raises ``StateError`` for a state that could not be saved either.
     """
 
     def __init__(
@@ -82,12 +83,11 @@ class Target:
         self._decoded: dict[str, Any] | None = None
         self._marked: dict[str, Any] = {}
         self.unexpected = {
-            origin
+            name
             for name, node in nodes.items()
             if not node.children and name not in matcher.seen and matcher.wanted(name) and _is_leaf(node.kind)
-            for origin in view.names_of(name)
         }
-        self.unexpected.update(origin for origin, becomes in view.absent.items() if any(map(matcher.wanted, becomes)))
+        self.unexpected.update(filter(matcher.wanted, view.absent))
 
     @property
     def tensors(self) -> dict[str, LiveTensor]:
@@ -162,9 +162,14 @@ def _check_saved(saved: Saved) -> None:
             raise IntegrityError(f"the layout has no tensor {name!r}, which its tree names")
 
 
-def unexpected_problems(names: set[str]) -> list[str]:
-    """A line for each saved leaf that no rank's state has, in order."""
-    return [f"{readable(name)}: in the checkpoint, not in the state" for name in sorted(names)]
+def unexpected_problems(names: set[str], view: View | None = None) -> list[str]:
+    """A line for each saved leaf that no rank's state has, in order; with a ``view``, what it is in the checkpoint."""
+    found = []
+    for name in sorted(names):
+        origins = [name] if view is None else view.names_of(name)
+        becomes = "" if origins == [name] else f", where it would be {readable(name)}"
+        found.append(f"{', '.join(map(readable, origins))}: in the checkpoint, not in the state{becomes}")
+    return found
 
 
 def _is_leaf(kind: str) -> bool:
