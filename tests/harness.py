@@ -35,7 +35,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "tierckpt",
+    "tierckpt.functional",
 ]
 # One thread each, and no look-up of the machine's own name, which fails or hangs in many containers.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

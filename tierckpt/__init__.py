@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tierckpt.functional import async_save, load, read, save
     from tierckpt.inspection import latest, prune, steps, verify
     from tierckpt.restore.load import LoadInfo
+    from tierckpt.state.adapters import pieces_of
     from tierckpt.state.mapping import Fuse, Mapping, Rename, Split
     from tierckpt.state.marks import PerRank, Pieces
     from tierckpt.state.position import DataPosition
@@ -57,13 +58,14 @@ _HOMES = {
     "functional": ("async_save", "load", "read", "save"),
     "inspection": ("latest", "prune", "steps", "verify"),
     "restore.load": ("LoadInfo",),
+    "state.adapters": ("pieces_of",),
     "state.mapping": ("Fuse", "Mapping", "Rename", "Split"),
     "state.marks": ("PerRank", "Pieces"),
     "state.position": ("DataPosition",),
     "state.rng": ("rng_state",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_NEED_TORCH = frozenset({"checkpointer", "functional", "restore.load", "state.marks", "state.rng"})
+_NEED_TORCH = frozenset({"checkpointer", "functional", "restore.load", "state.adapters", "state.marks", "state.rng"})
 
 __all__ = [
     "ArenaFullError",
@@ -95,6 +97,7 @@ __all__ = [
     "async_save",
     "latest",
     "load",
+    "pieces_of",
     "prune",
     "read",
     "rng_state",
@@ -122,4 +125,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

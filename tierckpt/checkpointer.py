@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import time
 import warnings
@@ -118,10 +119,12 @@ class Checkpointer:
             StateError: the file cannot be read, or names what does not exist.
         """
         arguments = config.from_toml(path) | more
-        try:
-            return cls(**arguments)
-        except TypeError as error:
-            raise StateError(f"{os.fspath(path)}: {error}") from error
+        known = inspect.signature(cls).parameters
+        unknown = sorted(set(arguments) - set(known))
+        if unknown or "root" not in arguments:
+            said = f"unknown keys {', '.join(unknown)}" if unknown else "no key root"
+            raise StateError(f"{os.fspath(path)}: {said}; it takes {', '.join(known)}")
+        return cls(**arguments)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -197,7 +200,7 @@ class Checkpointer:
             pin: never retire it.
 
         Raises:
-            StateError, LayoutError: the state cannot be saved; the message names every path.
+            StateError, LayoutError: the state cannot be saved; the message names the path.
             StepExistsError: this step was saved before.
             FencedError: a newer generation of the run has begun.
         """
@@ -218,7 +221,7 @@ class Checkpointer:
         self._handles.append(handle)
         try:
             if self._coordinator.generation == 0:
-                self._begin(None, chosen=False)
+                self._begin(None, chosen=False, unread=None if live or always else step)
             self._snapshot(handle, step, state, metadata, pin=pin, live=live)
         except _MISTAKES:
             self._handles.remove(handle)
@@ -314,18 +317,31 @@ class Checkpointer:
 
     # Generations
 
-    def _begin(self, ref: CheckpointRef | None, *, chosen: bool) -> None:
-        """Claim the next generation: from ``ref`` if that was chosen, else from the newest checkpoint."""
+    def _begin(self, ref: CheckpointRef | None, *, chosen: bool, unread: int | None = None) -> None:
+        """Claim the next generation: from ``ref`` if that was chosen, else from the newest checkpoint.
+
+        ``unread``: the step that is saved though nothing was restored.
+        """
 
         def choose(chain: Chain) -> CheckpointRef | None:
-            return ref if chosen or self._fresh else chain.newest
+            if chosen or self._fresh:
+                return ref
+            if chain.newest is not None and unread is not None and unread <= chain.newest.step:
+                warnings.warn(
+                    f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
+                    "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return chain.newest
 
         level(self._group, self._place)
 
         def part() -> bytes:
             return self._coordinator.begin(choose) if self._group.rank == 0 else b""
 
-        told = self._group.vote(f"the start of a generation at {self._place.url}", part)
+        what = f"the start of a generation at {self._place.url} (to read without writing: tierckpt.load)"
+        told = self._group.vote(what, part)
         self._coordinator.follow(told[0], self._group)
 
     # The end
@@ -394,6 +410,8 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 def _only_disk(tiers: Sequence[Disk] | None) -> Disk:
     if tiers is None:
         return Disk()
+    if isinstance(tiers, Disk):
+        return tiers
     if len(tiers) != 1 or not isinstance(tiers[0], Disk):
         raise StateError(f"tiers={list(tiers)!r}: this version takes exactly one Disk(…)")
     return tiers[0]

@@ -167,7 +167,9 @@ def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             table: dict[str, Any] = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise StateError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
         raise StateError(f"{os.fspath(path)}: {error}") from error
     tiers = table.pop("tiers", None)
     if tiers is not None:
@@ -179,7 +181,8 @@ def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Disk:
     entry = dict(entry)
     kind = entry.pop("tier", None)
     if kind != "disk":
-        raise StateError(f"{os.fspath(path)}: tier {kind!r} is not one of: disk")
+        said = "no key tier" if kind is None else f"tier = {kind!r}"
+        raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk"')
     try:
         return Disk(**entry)
     except TypeError as error:

@@ -47,7 +47,7 @@ def save(
         timeout: seconds for which ranks wait for each other.
 
     Raises:
-        StateError, LayoutError: the state cannot be saved; the message names every path.
+        StateError, LayoutError: the state cannot be saved; the message names the path.
         StepExistsError: this process has saved this step before.
         StoreError: storage refused. Nothing of the step is left, unless it failed in its very last action, when it had
             been published.

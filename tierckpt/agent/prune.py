@@ -8,12 +8,13 @@ from typing import Any
 
 from tierckpt.agent.coordinator import check_present, to_retire
 from tierckpt.config import Retention
-from tierckpt.errors import StoreError
+from tierckpt.errors import IntegrityError, StoreError
 from tierckpt.format.chain import Chain, CheckpointRef, Link
 from tierckpt.format.keys import SigningKey
 from tierckpt.tiers import leftovers, trust
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
+from tierckpt.tiers.verify import damaged
 
 
 @dataclass
@@ -60,13 +61,25 @@ def prune(
         staying = [ref for ref in store.chain.lineage() if ref not in done.retired]
         for ref in staying:
             check_present(store, store.manifest(ref))
+        # Whatever is to go, one checkpoint stays of which every byte was just read.
+        found_damage: list[str] = []
+        for ref in staying:
+            damage = damaged(store, ref)
+            if not damage:
+                break
+            found_damage += damage
+        else:
+            raise IntegrityError(
+                f"{store.url}: nothing was retired, since nothing that is to stay is whole: " + "; ".join(found_damage)
+            )
         if not dry_run:
             signer = _signer(store, key)
             store.publish(lambda chain: _retire(chain, policy), signer)
     found = leftovers.find(store, grace=grace)
     if dry_run:
         gone = {(ref.generation, ref.step) for ref in done.retired}
-        found.waiting += [info for info in place.list() if leftovers.step_of(info.name) in gone]
+        files = found.waiting if grace > 0 else found.retired
+        files += [info for info in place.list() if leftovers.step_of(info.name) in gone]
     else:
         place.remove(found.removable)
     done.removed = found.removable

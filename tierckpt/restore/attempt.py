@@ -133,12 +133,16 @@ class Attempt:
             blobs.update(contents.blobs_for([origin for name in self._target.values for origin in names_of(name)]))
             if self._target.per_rank and self._same_world:
                 blobs.setdefault(self._group.rank, [])
-            return json.dumps(sorted(self._target.unexpected)).encode()
+            wanted = len(self._target.tensors) + len(self._target.values) + len(self._target.per_rank)
+            return json.dumps([wanted, sorted(self._target.unexpected)]).encode()
 
-        told = self._group.vote(what, match)
+        told = [json.loads(said) for said in self._group.vote(what, match)]
+        if self._keys is not None and not any(wanted for wanted, _ in told):
+            raise LayoutError(f"keys={list(self._keys)!r}: nothing in {self._what} that the state has matches")
+        unexpected = set.intersection(*(set(names) for _, names in told))
         if self._strict:
-            common = set.intersection(*(set(json.loads(names)) for names in told))
-            self._refuse(unexpected_problems(common, self._target.view))
+            self._refuse(unexpected_problems(unexpected, self._target.view))
+        self.ignored = sorted(unexpected)
         found = self._shards.values(blobs)
 
         @memory_for(self._what)
@@ -165,7 +169,7 @@ class Attempt:
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
             listed = "".join(f"\n  {problem}" for problem in problems)
-            raise LayoutError(f"{self._what} does not fit the state:{listed}")
+            raise LayoutError(f"{self._what} does not fit the state:{listed}{_hint(problems)}")
 
     def _find_places(self) -> None:
         layout, numbers = self.layout, self._contents.numbers
@@ -277,6 +281,16 @@ def agree(group: Group, what: str, shards: Shards, contents: Contents, view: Vie
         return b""
 
     group.vote(what, compare)
+
+
+def _hint(problems: Sequence[str]) -> str:
+    """What to do about a misfit that everybody meets once."""
+    if any(".state." in problem and problem.endswith("in the checkpoint, not in the state") for problem in problems):
+        return (
+            "\nThe state_dict() of a fresh optimizer has no place for the optimizer's state: put the optimizer itself into "
+            "the state, or use tierckpt.read() and optimizer.load_state_dict()"
+        )
+    return ""
 
 
 def _loses(place: Destination) -> bool:

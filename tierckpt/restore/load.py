@@ -53,6 +53,7 @@ class LoadInfo:
         head: hex digest of the chain's newest link when it was read.
         sources: where the bytes came from, ``{tier: bytes read by this rank}``.
         skipped: checkpoints that were to come first, and why they could not be used.
+        ignored: names in the checkpoint for which the state has no place (``strict=False``).
         untouched: leaves of one rank each (``PerRank``) that were left alone since the world has another size.
         seconds: how long it took.
     """
@@ -66,6 +67,7 @@ class LoadInfo:
     sources: Mapping[str, int] = field(default_factory=dict)
     skipped: Sequence[str] = ()
     untouched: Sequence[str] = ()
+    ignored: Sequence[str] = ()
     seconds: float = 0.0
 
 
@@ -96,6 +98,7 @@ def load(
         may_be_empty: None is returned, not raised, when nothing was ever committed.
     """
     began = time.perf_counter()
+    keys = [keys] if isinstance(keys, str) else keys
     choice = choose(
         group, place, step=step, believe=believe, run=run, max_restarts=max_restarts, may_be_empty=may_be_empty
     )
@@ -137,6 +140,7 @@ def load(
             sources={"disk": attempt.bytes_read},
             skipped=tuple(passed.lines),
             untouched=tuple(attempt.untouched()),
+            ignored=tuple(attempt.ignored),
             seconds=time.perf_counter() - began,
         )
     raise passed.error(place)
@@ -183,6 +187,7 @@ def read(
     run: str | None = None,
 ) -> Any:
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
+    keys = [keys] if isinstance(keys, str) else keys
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
     store = Store.bare(place, choice.run)

@@ -25,7 +25,7 @@ def candidates(
     found = chain.lineage()
     if not found:
         raise IncompleteError(
-            f"{store.url}: nothing complete to restore: no checkpoint was ever committed in this lineage"
+            f"{store.url}: nothing complete to restore: no checkpoint was ever committed in this lineage{_beside(chain)}"
         )
     if max_restarts is None:
         return found, []
@@ -40,6 +40,14 @@ def candidates(
     if not better:
         return found, []
     return better + [ref for ref in found if ref in stuck], left_out
+
+
+def _beside(chain: Chain) -> str:
+    """Checkpoints that an earlier start of the run left, if there are any."""
+    steps = sorted({ref.step for ref in chain.live.values()}, reverse=True)
+    if not steps:
+        return ""
+    return f"; an earlier start, which this one does not continue, left steps {', '.join(map(str, steps[:10]))} (pass step=)"
 
 
 def _stuck(chain: Chain, max_restarts: int) -> dict[CheckpointRef, int]:

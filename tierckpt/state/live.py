@@ -14,7 +14,7 @@ from torch import nn
 from tierckpt.errors import StateError
 from tierckpt.format import names, values
 from tierckpt.format.canonical import JSON
-from tierckpt.state import arrays, modules, optimizers
+from tierckpt.state import adapters, arrays, modules, optimizers
 from tierckpt.state.marks import PerRank, Pieces, is_stateful
 from tierckpt.state.naming import below, readable
 from tierckpt.state.tensors import PLAIN, is_dtensor, is_uninitialized, kind_of_subclass, obstacle
@@ -193,6 +193,8 @@ class _Walker:
         kind = type(tensor)
         if is_uninitialized(tensor):
             raise StateError(f"{readable(name)}: the parameter of a lazy module is not initialised; run it once")
+        if adapters.is_sharded_tensor(tensor):
+            return self._other(adapters.of_sharded_tensor(tensor), name)  # type: ignore[return-value]
         if is_dtensor(tensor):
             self._check(tensor, name)
             local = tensor._local_tensor  # type: ignore[attr-defined]
@@ -281,6 +283,8 @@ class _Walker:
         groups = optimizers.name_groups(optimizer, self._all_modules(), what=lambda: readable(name))
         prefix = below(name)
         states = self._forced(prefix + "state", optimizers.states(optimizer, groups, what=lambda: readable(name)))
+        if groups.flat:
+            self._unflatten(optimizer, groups, states)
         written = self._forced(prefix + "param_groups", optimizers.written_groups(optimizer, groups))
         keys = ["state", "param_groups"]
         children: list[Node] = [states, written]
@@ -288,6 +292,26 @@ class _Walker:
             keys.append("positions")
             children.append(Leaf("value", prefix + "positions", optimizers.positions(optimizer)))
         return OptimizerBranch(name, optimizer, keys, children, groups)
+
+    def _unflatten(self, optimizer: torch.optim.Optimizer, groups: optimizers.Groups, states: Branch) -> None:
+        """State of parameters that FSDP1 has flattened is cut as they are."""
+        parts = {
+            called: groups.flat.get(id(parameter))
+            for group, named in zip(optimizer.param_groups, groups.names, strict=True)
+            for parameter, called in zip(group["params"], named, strict=True)
+        }
+        for called, entry in zip(states.keys, states.children, strict=True):
+            part = parts[called]
+            if part is None or not isinstance(entry, Branch):
+                continue
+            for leaf in entry.children:
+                if part.fits(leaf.live):
+                    leaf.live = part.pieces(leaf.live)
+                elif leaf.kind != "value" and tuple(leaf.live.shape) not in ((), (1,)):
+                    raise StateError(
+                        f"{readable(leaf.name)}: state of a parameter that FSDP1 has flattened must be one number, or one for "
+                        f"each of the {part.count} elements held here; it has shape {list(leaf.live.shape)}"
+                    )
 
     def _forced(self, name: str, live: dict[Any, Any]) -> Branch:
         """A dict that is a container even without tensors. Its items are leaves, or containers in turn."""

@@ -178,6 +178,23 @@ class Pieces:
         return self.pieces[0][1].device
 
 
+class Adapted(Pieces):
+    """Pieces that stand for ``source``, an object of the state that holds their memory."""
+
+    source: Any
+
+    def __init__(
+        self, global_shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]], *, source: Any
+    ) -> None:
+        super().__init__(global_shape, pieces)
+        object.__setattr__(self, "source", source)
+
+
+def original(value: Any) -> Any:
+    """What stands in the state where ``value`` is saved or loaded into."""
+    return value.source if isinstance(value, Adapted) else value
+
+
 def _check_pieces(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]) -> None:
     if not boxes:
         raise StateError("Pieces needs at least one piece; a rank that holds nothing gives one with an empty box")

@@ -19,14 +19,14 @@ from tierckpt.errors import StateError
 from tierckpt.format import names
 from tierckpt.state import arrays, optimizer_match
 from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch
-from tierckpt.state.marks import LiveTensor, PerRank, Pieces
+from tierckpt.state.marks import LiveTensor, PerRank, Pieces, original
 from tierckpt.state.naming import below, readable
 from tierckpt.state.nodes import ABSENT, MAPPINGS, SEQUENCES, SavedNode, array_of, container_of
 from tierckpt.state.tensors import obstacle, type_name
 
 Decoded: TypeAlias = Mapping[str, Any]
 Plan: TypeAlias = Callable[[Decoded], Any]
-Allocate: TypeAlias = Callable[[str, torch.dtype, tuple[int, ...]], torch.Tensor]
+Allocate: TypeAlias = Callable[[str, torch.dtype, tuple[int, ...]], LiveTensor]
 
 _WORDS = {
     "tensor": "a tensor",
@@ -317,7 +317,7 @@ class Matcher:
         saved = self.nodes[name]
         if saved.children and not (saved.is_value and (node is None or node.kind == "value")):
             return self._grow_container(saved, node, allocate, fixed)
-        live = ABSENT if node is None else node.live
+        live = ABSENT if node is None else original(node.live)
         if not self.wanted(name):
             return lambda got: live
         self.seen.add(name)
@@ -343,9 +343,9 @@ class Matcher:
             same = tuple(tensor.shape) == shape and (tensor.dtype == dtype or self.cast)
             if fixed or same or isinstance(tensor, Pieces):
                 self._fit_tensor(name, tensor)
-                return lambda got: tensor
+                return lambda got: original(tensor)
         fresh = self.tensors[name] = allocate(name, dtype, shape)
-        return lambda got: fresh
+        return lambda got: original(fresh)
 
     def _grow_container(self, saved: SavedNode, node: Node | None, allocate: Allocate, fixed: bool) -> Plan:
         if saved.kind == "subclass":
@@ -374,7 +374,7 @@ class Matcher:
             for key, (path, child) in zip(node.keys, likes.items(), strict=True):
                 if path not in saved.children and child.kind != "value":
                     self.missing(child)
-                    kept.append((key, child.live))
+                    kept.append((key, original(child.live)))
         like = None if node is None else node.live
 
         def make(got: Decoded) -> Any:
@@ -437,7 +437,10 @@ def _module_plan(node: ModuleBranch, plans: Sequence[Plan | None], touched: Call
         return None
 
     def load(got: Decoded) -> Any:
-        items = [child.live if plan is None else plan(got) for child, plan in zip(node.children, plans, strict=True)]
+        items = [
+            original(child.live) if plan is None else plan(got)
+            for child, plan in zip(node.children, plans, strict=True)
+        ]
         _load_parts(node, items, parts)
         return node.live
 

@@ -2,7 +2,8 @@
 
 Submodules that customise their state dict (hooks, overridden methods, extra state) take their own
 ``state_dict()`` and get their own ``load_state_dict()``; the rest of the model is still walked. FSDP2's hooks
-only bring a module into its sharded state, so they are called and do not count.
+only bring a module into its sharded state, so they are called and do not count. What FSDP1 has flattened is saved
+under the names and shapes that it had before (see `fsdp1`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tierckpt.errors import StateError
+from tierckpt.state import fsdp1
+from tierckpt.state.adapters import FlatPart
 
 # Children of wrappers that leave no trace in names: torch.compile and activation checkpointing.
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -43,58 +46,98 @@ class Part:
 
 @dataclass
 class Contents:
-    """Qualified names and what stands under each, in the order of ``state_dict()``."""
+    """Qualified names and what stands under each, in the order of ``state_dict()``.
+
+    ``parameters``: by id, the first name of each. ``flat``: by id, what this rank holds of those that FSDP1 has
+    flattened.
+    """
 
     keys: list[str] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    parameters: dict[int, str] = field(default_factory=dict)  # id -> first qualified name
+    parameters: dict[int, str] = field(default_factory=dict)
+    flat: dict[int, FlatPart] = field(default_factory=dict)
 
 
 def contents(module: nn.Module, *, what: Callable[[], str]) -> Contents:
     """What ``module`` saves. Tied parameters appear under all their names.
 
-    Raises ``StateError`` (``what`` says where the module stands) for FSDP1 and for names that collide.
+    Raises ``StateError`` (``what`` says where the module stands) for names that collide, and for modules with state
+    dicts of their own, and other things that cannot be taken apart, in FSDP1.
     """
     found = Contents()
-    _walk(module, "", found, set(), what)
+    _Walk(found, what).visit(module, "")
     if len(set(found.keys)) != len(found.keys):
         twice = sorted({key for key in found.keys if found.keys.count(key) > 1})
         raise StateError(f"{what()}: several parameters or buffers are called {', '.join(twice[:5])}")
     return found
 
 
-def _walk(module: nn.Module, prefix: str, found: Contents, open_: set[int], what: Callable[[], str]) -> None:
-    kind: Any = type(module)
-    trait = _trait(kind)
-    if trait == "wrapper":
-        _walk(module.module, prefix, found, open_, what)  # type: ignore[arg-type]
-        return
-    if trait == "fsdp1":
-        raise StateError(f"{what()}: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard")
-    if id(module) in open_:
-        raise StateError(f"{what()}: module {prefix.rstrip('.') or type(module).__name__} contains itself")
-    if _has_foreign_hooks(module) or trait == "custom" or _patched(module):
-        _take_state_dict(module, prefix, found)
-        return
-    keys, items = found.keys, found.items
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            key = prefix + name
+class _Walk:
+    def __init__(self, found: Contents, what: Callable[[], str]) -> None:
+        self._found, self._what = found, what
+        self._open: set[int] = set()  # modules on the way from the root, by id
+        self._flat: dict[int, list[fsdp1.Flattened]] = {}  # by id of the module that has them
+
+    def visit(self, module: nn.Module, prefix: str) -> None:
+        kind: Any = type(module)
+        trait = _trait(kind)
+        if trait == "wrapper":
+            self.visit(module.module, prefix)  # type: ignore[arg-type]
+            return
+        if trait == "fsdp1":
+            for flattened in fsdp1.flattened(module, what=self._what):
+                self._flat.setdefault(id(flattened.module), []).append(flattened)
+            self.visit(module._fsdp_wrapped_module, prefix)  # type: ignore[arg-type]
+            return
+        if id(module) in self._open:
+            name = prefix.rstrip(".") or type(module).__name__
+            raise StateError(f"{self._what()}: module {name} contains itself")
+        if _has_foreign_hooks(module) or trait == "custom" or _patched(module):
+            if any(id(part) in self._flat for part in module.modules()) or _has_fsdp1(module):
+                raise StateError(
+                    f"{self._what()}: {prefix.rstrip('.') or kind.__name__} has a state dict of its own, with parameters "
+                    "that FSDP1 has flattened; use fully_shard"
+                )
+            _take_state_dict(module, prefix, self._found)
+            return
+        self._take(module, prefix)
+        if module._modules:
+            self._open.add(id(module))
+            for name, child in module._modules.items():
+                if child is not None:
+                    self.visit(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.")
+            self._open.discard(id(module))
+
+    def _take(self, module: nn.Module, prefix: str) -> None:
+        """The parameters and buffers that the module itself has."""
+        found = self._found
+        keys, items = found.keys, found.items
+        flat = self._flat.get(id(module), ())
+        for flattened in flat:
+            key = prefix + flattened.name
             keys.append(key)
-            items.append(parameter)
-            found.parameters.setdefault(id(parameter), key)
-    transient = module._non_persistent_buffers_set
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in transient:
-            keys.append(prefix + name)
-            items.append(buffer)
-    if module._modules:
-        open_.add(id(module))
-        for name, child in module._modules.items():
-            if child is not None:
-                _walk(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.", found, open_, what)
-        open_.discard(id(module))
+            items.append(flattened.pieces)
+            if flattened.parameter is not None:
+                found.parameters.setdefault(id(flattened.parameter), key)
+                found.flat[id(flattened.parameter)] = flattened.part
+        hidden = {fsdp1.FLAT_PARAMETER, *(flattened.name for flattened in flat)} if self._flat else ()
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in hidden:
+                key = prefix + name
+                keys.append(key)
+                items.append(parameter)
+                found.parameters.setdefault(id(parameter), key)
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in transient:
+                keys.append(prefix + name)
+                items.append(buffer)
+
+
+def _has_fsdp1(module: nn.Module) -> bool:
+    kinds: set[Any] = set(map(type, module.modules()))
+    return any(_trait(kind) == "fsdp1" for kind in kinds)
 
 
 @lru_cache(maxsize=4096)

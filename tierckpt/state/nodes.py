@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -118,7 +119,7 @@ def build(
     ``tensors`` are whole CPU tensors by name; aliases are the same object twice. ``values`` and ``per_rank``
     are encoded. A leaf that is in none of the mappings is left out: of dicts without trace, in lists and
     tuples as None. Modules, optimizers and other objects come back as the dicts that they were saved as (an
-    optimizer's ``param_groups`` as a dict of groups, each with the names of its ``params``), tensor
+    optimizer's ``param_groups`` as a list, with names as ``params``), tensor
     subclasses as the dict of their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises
     ``IntegrityError`` for malformed input.
     """
@@ -163,7 +164,22 @@ def _build(
     items = [(key, _build(nodes[path], nodes, tensors, encoded, per_rank)) for path, key in node.children.items()]
     if items and all(item is ABSENT for _, item in items):
         return ABSENT
-    return container_of(node, items)
+    return _as_optimizer(container_of(node, items))
+
+
+def _as_optimizer(found: Any) -> Any:
+    """An optimizer's dicts as ``torch.optim.Optimizer.state_dict`` has them: groups in a list, not by their names' digest.
+
+    Parameters are named where torch counts them; ``load_state_dict`` takes both.
+    """
+    if type(found) is dict and found.keys() == {"state", "param_groups"} and type(found["param_groups"]) is dict:
+        groups = found["param_groups"]
+        if groups and all(_GROUP.fullmatch(str(key)) and "params" in group for key, group in groups.items()):
+            found["param_groups"] = list(groups.values())
+    return found
+
+
+_GROUP = re.compile("g[0-9a-f]{16}")
 
 
 def container_of(node: SavedNode, items: Sequence[tuple[Any, Any]]) -> Any:

@@ -19,6 +19,7 @@ import torch
 from tierckpt.format import names, values
 from tierckpt.state import optimizers
 from tierckpt.state.live import Branch, Node, OptimizerBranch
+from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import below, readable
 from tierckpt.state.nodes import MAPPINGS, SavedNode
 
@@ -168,8 +169,10 @@ class _Match:
                 self.installs.append(plan)
             return
 
-        def allocate(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-            return optimizers.new_state_tensor(parameter, saved.children.get(name), dtype, shape)
+        flat = self.node.groups.flat.get(id(parameter))
+
+        def allocate(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> LiveTensor:
+            return optimizers.new_state_tensor(parameter, saved.children.get(name), dtype, shape, flat)
 
         grown = matcher.grow(path, live, allocate, fixed=True)
         state = self.node.live.state
@@ -224,6 +227,21 @@ class _Match:
                 rest.append(group)
         if rest:
             self._match_other_groups(rest, [matcher.nodes[child] for child in saved.children])
+        matcher.checks.append(self._same_kind)
+
+    def _same_kind(self, got: Decoded) -> list[str]:
+        """Hyperparameters come and go with versions of torch, but not both at once: that is another optimizer."""
+        for group in self.groups:
+            if group.hyper is None:
+                continue
+            saved = {str(key) for key in group.hyper(got)} - _BY_OTHERS
+            live = {str(key) for key in group.live} - _BY_OTHERS
+            if saved - live and live - saved:
+                return [
+                    f"{readable(self.node.name)}: it was saved from another kind of optimizer: the checkpoint has "
+                    f"{_few(sorted(saved - live))}, this {type(self.node.live).__name__} has {_few(sorted(live - saved))}"
+                ]
+        return []
 
     def _match_other_groups(self, rest: list[_Group], saved: list[SavedNode]) -> None:
         """Groups that are not exactly saved ones; only the values can tell whose parameters they have."""
@@ -308,6 +326,10 @@ class _SavedGroup:
     def hyper(self) -> dict[str, Any]:
         """Encoded, so that the comparison tells 1 from 1.0 and nan equals nan."""
         return {key: values.encode(value) for key, value in self.value.items() if key not in optimizers.NOT_HYPER}
+
+
+#: Entries of groups that are no optimizer's own: schedulers add them.
+_BY_OTHERS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
 def _constant(value: dict[str, Any]) -> Plan:

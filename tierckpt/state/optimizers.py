@@ -12,14 +12,16 @@ are in a module, and there are no ``param_names``, it is refused.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from tierckpt.errors import StateError
+from tierckpt.state.adapters import FlatPart
+from tierckpt.state.marks import LiveTensor
 from tierckpt.state.modules import Contents
 from tierckpt.state.tensors import is_dtensor
 
@@ -36,6 +38,8 @@ class Groups:
     names: list[list[ParameterName]]
     keys: list[str]
     by_position: bool
+    flat: Mapping[int, FlatPart] = field(default_factory=dict)
+    """By id, what this rank holds of parameters that FSDP1 has flattened."""
 
 
 def is_walkable(optimizer: Optimizer) -> bool:
@@ -55,6 +59,11 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
     one.
     """
     groups = [group["params"] for group in optimizer.param_groups]
+    if any(getattr(parameter, "_is_flat_param", False) for group in groups for parameter in group):
+        raise StateError(
+            f"{what()}: the optimizer has flat parameters of FSDP1 that say nothing of the parameters in them; "
+            "wrap with use_orig_params=True"
+        )
     found = _by_module(groups, modules)
     if found is None:
         given = [group.get("param_names") for group in optimizer.param_groups]
@@ -65,7 +74,8 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
         if len(set(flat)) != len(flat):
             twice = sorted({str(name) for name in flat if flat.count(name) > 1})
             raise StateError(f"{what()}: several parameters of the optimizer are called {', '.join(twice[:5])}")
-        return Groups(found, [group_key(group) for group in found], by_position=False)
+        parts = {identity: part for _, contents in modules for identity, part in contents.flat.items()}
+        return Groups(found, [group_key(group) for group in found], by_position=False, flat=parts)
     known = {identity for _, contents in modules for identity in contents.parameters}
     nameless = [
         f"group {g}, parameter {i}"
@@ -146,15 +156,20 @@ def place_steps(optimizer: Optimizer) -> None:
                 state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
-def new_state_tensor(parameter: torch.Tensor, key: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def new_state_tensor(
+    parameter: torch.Tensor, key: Any, dtype: torch.dtype, shape: tuple[int, ...], flat: FlatPart | None = None
+) -> LiveTensor:
     """Memory for one state tensor of a parameter that has none yet.
 
     Of the saved dtype, so that nothing is rounded. ``step`` on the CPU (see `place_steps`); what has the
     shape of the parameter like the parameter (the same ``DTensor`` placements); the rest on the parameter's
-    device, whole on each rank of a ``DTensor``'s mesh.
+    device, whole on each rank of a ``DTensor``'s mesh. ``flat``: what this rank holds of a parameter that FSDP1 has
+    flattened.
     """
     if key == "step":
         return torch.empty(shape, dtype=dtype)
+    if flat is not None and shape == flat.shape:
+        return flat.pieces(torch.empty(flat.count, dtype=dtype, device=parameter.device))
     if tuple(parameter.shape) == shape and shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if not shape or not is_dtensor(parameter):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt import _native
-from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.errors import IntegrityError, StateError, StoreError
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class DiskPlace(Place):
 
         Raises:
             StoreError: it is empty, or of another scheme.
+            StateError: it is no path.
         """
-        text = os.fspath(root)
+        if not isinstance(root, (str, os.PathLike)) or isinstance(text := os.fspath(root), bytes):
+            raise StateError(f"root is a {type(root).__name__}: it takes the path of a folder (is it in its place?)")
         scheme, separator, rest = text.partition("://")
         if separator and scheme != "file":
             raise StoreError(f"{text}: this version keeps stores in folders; {scheme}:// is not supported yet")

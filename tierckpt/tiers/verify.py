@@ -122,6 +122,17 @@ def verify(
     return report
 
 
+def damaged(store: Store, ref: CheckpointRef) -> list[str]:
+    """What is wrong with one checkpoint; every byte of it that belongs here is read."""
+    report = Report(store.url)
+    one = _Checkpoint(store, ref, report)
+    if one.read():
+        shards = _Shards(report, one.size, None, quick=False)
+        for rank in one.ranks:
+            shards.check(one, rank)
+    return [problem["message"] for problem in report.problems]
+
+
 def _check_trust(store: Store, trust: Trust, pins: Pins, report: Report) -> None:
     chain = store.chain
     found = trust.problems(chain, store.url, pins)

@@ -1,0 +1,198 @@
+"""The front door: cadence, retention, restarts and configuration behave as a user expects, and say so when they cannot."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tierckpt import Checkpointer, Disk, IntegrityError, KeepEvery, LayoutError, SkippedError, StateError
+
+
+def _state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((3,), float(value)), "n": int(value)}
+
+
+def _save(root: Path, steps: list[int], **arguments: Any) -> None:
+    with Checkpointer(root, agent="off", **arguments) as ckpt:
+        ckpt.restore(_state())
+        for step in steps:
+            ckpt.save(step, _state(step))
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [0, 1])
+    state = _state()
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        info = ckpt.restore(state)
+        assert info is not None and info.step == 1
+        assert state["n"] == 1 and state["w"].tolist() == [1, 1, 1]
+        assert ckpt.save(2, _state(2)).wait().generation == 2  # type: ignore[union-attr]
+
+
+def test_cadence_in_steps(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Disk(every=10)], agent="off") as ckpt:
+        handles = {step: ckpt.save(step, _state(step)) for step in (3, 9, 10, 11, 25)}
+        assert handles[9].wait() is None
+        with pytest.raises(SkippedError, match="step 9"):
+            handles[9].wait("disk")
+    assert tierckpt.steps(tmp_path / "s") == [3, 10, 25]
+
+
+def test_a_duration_as_cadence(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Disk(every="1h")], agent="off") as ckpt:
+        for step in range(3):
+            ckpt.save(step, _state(step))
+    assert tierckpt.steps(tmp_path / "s") == [0]
+
+
+def test_retention_as_a_policy(tmp_path: Path) -> None:
+    _save(tmp_path / "s", list(range(1, 8)), tiers=[Disk(keep=KeepEvery(3, count=2), grace=0)])
+    assert tierckpt.steps(tmp_path / "s") == [3, 6, 7]
+
+
+def test_one_tier_needs_no_list(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [1, 2], tiers=Disk(keep=1, grace=0))
+    assert tierckpt.steps(tmp_path / "s") == [2]
+
+
+def test_after_restarts_without_progress_an_older_one_is_taken(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [1, 2])
+    taken = []
+    for _ in range(4):
+        with Checkpointer(tmp_path / "s", agent="off", max_restarts=2) as ckpt, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            info = ckpt.restore(_state())
+            assert info is not None
+            taken.append(info)
+    assert [info.step for info in taken] == [2, 2, 1, 1]
+    assert "restarted from it 2 times" in taken[2].skipped[0]
+
+
+def test_fresh_begins_from_nothing(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [5])
+    with Checkpointer(tmp_path / "s", agent="off", fresh=True) as ckpt:
+        assert ckpt.restore(_state()) is None
+    with pytest.raises(tierckpt.IncompleteError, match="left steps 5"):
+        tierckpt.load(_state(), tmp_path / "s")
+    assert tierckpt.load(_state(), tmp_path / "s", step=5).step == 5
+
+
+def test_a_start_without_restore_over_newer_steps_is_told(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [5])
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt, pytest.warns(RuntimeWarning, match="without restore"):
+        ckpt.save(1, _state(1)).wait()
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt.save(6, _state(6)).wait()
+
+
+def test_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'root = "{tmp_path}/s"\nagent = "off"\non_error = "raise"\n[[tiers]]\ntier = "disk"\nevery = 2\nkeep = 1\n'
+    )
+    with Checkpointer.from_toml(file) as ckpt:
+        for step in range(5):
+            ckpt.save(step, _state(step))
+    assert tierckpt.steps(tmp_path / "s") == [4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('root = "x"\nroott = 1\n', "unknown keys roott; it takes root"),
+        ('agent = "off"\n', "no key root"),
+        ('root = "x"\n[[tiers]]\nevery = 2\n', 'write tier = "disk"'),
+        ('root = "x"\n[[tiers]]\ntier = "tape"\n', 'write tier = "disk"'),
+        ('root = "x"\n[[tiers]]\ntier = "disk"\nkept = 2\n', "kept"),
+        ('root = "x"\nagent = "on"\n', "agent='on'"),
+        ("root = \n", "run.toml"),
+    ],
+)
+def test_wrong_toml_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(StateError, match=message):
+        Checkpointer.from_toml(file)
+    with pytest.raises(StateError, match="cannot read it"):
+        Checkpointer.from_toml(tmp_path / "absent.toml")
+
+
+def test_arguments_in_each_others_place_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="root is a dict"):
+        tierckpt.load("s", {})  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="step='1'"):
+        Checkpointer(tmp_path / "s", agent="off").save("1", _state())  # type: ignore[arg-type]
+
+
+def test_keys_take_one_pattern_and_must_match_something(tmp_path: Path) -> None:
+    tierckpt.save({"model": _state(1), "other": _state(2)}, tmp_path / "s", step=1)
+    state = {"model": _state(), "other": _state()}
+    tierckpt.load(state, tmp_path / "s", keys="model.*")  # type: ignore[arg-type]
+    assert (state["model"]["n"], state["other"]["n"]) == (1, 0)
+    with pytest.raises(LayoutError, match="nothing in step 1"):
+        tierckpt.load(state, tmp_path / "s", keys=["nix.*"])
+
+
+def test_what_is_ignored_is_listed(tmp_path: Path) -> None:
+    tierckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "s", step=1)
+    info = tierckpt.load({"a": torch.zeros(1)}, tmp_path / "s", strict=False)
+    assert list(info.ignored) == ["b"]
+
+
+def test_the_state_dict_of_a_fresh_optimizer_gets_advice(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    tierckpt.save({"o": optimizer.state_dict()}, tmp_path / "s", step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(LayoutError, match="put the optimizer itself into the state"):
+        tierckpt.load({"o": fresh.state_dict()}, tmp_path / "s")
+
+
+def test_read_gives_an_optimizer_what_it_can_load(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    tierckpt.save({"m": model, "o": optimizer}, tmp_path / "s", step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.load_state_dict(tierckpt.read(tmp_path / "s")["o"])
+    assert fresh.param_groups[0]["lr"] == 0.5
+    for parameter in model.parameters():
+        assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    tierckpt.save({"m": model, "o": torch.optim.AdamW(model.parameters())}, tmp_path / "s", step=1)
+    with pytest.raises(LayoutError, match="another kind of optimizer"):
+        tierckpt.load({"m": model, "o": torch.optim.SGD(model.parameters(), momentum=0.9)}, tmp_path / "s")
+
+
+def test_prune_leaves_something_whole(tmp_path: Path) -> None:
+    """Retiring all that is intact in favour of a damaged newest checkpoint would lose the run."""
+    root = tmp_path / "s"
+    _save(root, [1, 2, 3])
+    shard = root / "g0001/s000000000003/shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(IntegrityError, match="nothing was retired"):
+        tierckpt.prune(root, keep=1, grace=0)
+    assert tierckpt.steps(root) == [1, 2, 3]
+    assert [ref.step for ref in tierckpt.prune(root, keep=2, grace=0).retired] == [1]
+
+
+def test_a_dry_run_tells_what_would_be_removed(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [1, 2])
+    told = tierckpt.prune(tmp_path / "s", keep=1, grace=0, dry_run=True)
+    assert tierckpt.steps(tmp_path / "s") == [1, 2]
+    done = tierckpt.prune(tmp_path / "s", keep=1, grace=0)
+    assert sorted(told.removed) == sorted(done.removed) and told.size == done.size > 0
