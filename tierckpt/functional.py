@@ -108,7 +108,7 @@ def load(
         strict: keys missing from the checkpoint or from ``state`` are errors.
         cast: convert tensors whose dtype differs; integers that do not fit are refused.
         fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
-        mapping: the names of the checkpoint that ``state`` has others for, tensors to fuse or to split.
+        mapping: a :class:`tierckpt.Mapping`: what has other names in ``state``, tensors to fuse or to split.
         trust: public keys (hex or paths) to trust instead of those pinned.
         expect_head: digest of a link that the chain must contain; detects that the store was rolled back.
         staged: fill nothing before everything was read and verified, at the cost of memory for a second copy.

@@ -6,18 +6,20 @@ wrong.
 from __future__ import annotations
 
 import re
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import Fuse, LayoutError, Mapping, PerRank, Rename, Split, StateError
+from tierckpt import Fuse, LayoutError, Mapping, PerRank, Pieces, Rename, Split, StateError
 
 RULES = Mapping(
     [
@@ -494,3 +496,41 @@ def test_restore_takes_a_mapping(tmp_path: Path) -> None:
     with tierckpt.Checkpointer(tmp_path, agent="off") as checkpointer:
         checkpointer.restore(state, mapping=Mapping([Rename("a", "b")]))
     assert torch.equal(state["b"], torch.ones(2))
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_pieces_of_what_is_fused_and_split(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Tensors of random sizes make one, cut anywhere into the pieces of the state; and the other way round."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any))
+    shape[dim] = sum(sizes)
+    whole = torch.arange(float(prod(shape))).reshape(shape)
+    names = [f"a{i}" for i in range(len(sizes))]
+    fuse = Mapping([Fuse(names, "f", dim=dim)])
+
+    def pieces(tensor: torch.Tensor) -> Pieces:
+        cuts = [sorted(data.draw(st.sets(st.integers(0, n), max_size=2)) | {0, n}) for n in tensor.shape]
+        boxes = [list(pairwise(edges)) or [(0, 0)] for edges in cuts]
+        return Pieces(
+            tensor.shape,
+            [([lo for lo, _ in box], torch.zeros([hi - lo for lo, hi in box])) for box in product(*boxes)],
+        )
+
+    def filled(found: Pieces, right: torch.Tensor) -> bool:
+        return all(
+            torch.equal(piece, right[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))])
+            for offset, piece in found.pieces
+        )
+
+    root = tmp_path_factory.mktemp("root")
+    parts = dict(zip(names, torch.split(whole, sizes, dim), strict=True))
+    tierckpt.save(parts, root / "parts", 1)
+    state: Any = {"f": pieces(whole)}
+    tierckpt.load(state, root / "parts", mapping=fuse)
+    assert filled(state["f"], whole)
+    tierckpt.save({"f": whole}, root / "whole", 1)
+    state = {name: pieces(part) for name, part in parts.items()}
+    tierckpt.load(state, root / "whole", mapping=fuse.inverse())
+    assert all(filled(state[name], part) for name, part in parts.items())

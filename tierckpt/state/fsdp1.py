@@ -14,7 +14,7 @@ from torch import nn
 
 from tierckpt.errors import StateError
 from tierckpt.state.adapters import FlatPart
-from tierckpt.state.marks import Pieces
+from tierckpt.state.marks import LiveTensor
 
 FLAT_PARAMETER = "_flat_param"
 """The name under which FSDP1 registers what it has made."""
@@ -23,14 +23,14 @@ FLAT_PARAMETER = "_flat_param"
 class Flattened(NamedTuple):
     """A parameter of ``module``, called ``name`` there.
 
-    ``part``: what this rank holds of it, ``pieces`` the memory. ``parameter``: what an optimizer is given for it; None
-    without ``use_orig_params``.
+    ``part``: what this rank holds of it (None: all, in its own shape), ``value`` its memory. ``parameter``: what an
+    optimizer is given for it; None without ``use_orig_params``.
     """
 
     module: nn.Module
     name: str
-    part: FlatPart
-    pieces: Pieces
+    part: FlatPart | None
+    value: LiveTensor
     parameter: torch.Tensor | None
 
 
@@ -63,8 +63,14 @@ def flattened(unit: nn.Module, *, what: Callable[[], str]) -> list[Flattened]:
         part = FlatPart(flat._shapes[i], start, count)
         parameter = None if flat._params is None else flat._params[i]
         # With use_orig_params the parameter is what the optimizer changes, a view unless somebody has set its data.
-        own = memory[at : at + count] if parameter is None else parameter.detach().reshape(-1)
-        item = Flattened(module, name, part, part.pieces(own), parameter)
+        if parameter is None:
+            item = Flattened(module, name, part, part.pieces(memory[at : at + count]), None)
+        elif tuple(parameter.shape) == part.shape and not handle.uses_sharded_strategy:
+            item = Flattened(module, name, None, parameter, parameter)
+        elif part.fits(parameter):
+            item = Flattened(module, name, part, part.pieces(parameter), parameter)
+        else:
+            raise StateError(f"{what()}: {flat._fqns[i]} is gathered by FSDP1; do it between steps")
         known[id(module), name] = item
         found.append(item)
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:

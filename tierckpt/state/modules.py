@@ -117,10 +117,11 @@ class _Walk:
         for flattened in flat:
             key = prefix + flattened.name
             keys.append(key)
-            items.append(flattened.pieces)
+            items.append(flattened.value)
             if flattened.parameter is not None:
                 found.parameters.setdefault(id(flattened.parameter), key)
-                found.flat[id(flattened.parameter)] = flattened.part
+                if flattened.part is not None:
+                    found.flat[id(flattened.parameter)] = flattened.part
         hidden = {fsdp1.FLAT_PARAMETER, *(flattened.name for flattened in flat)} if self._flat else ()
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in hidden:
