@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,8 @@ from tierckpt.errors import (
     TierckptError,
     UntrustedError,
 )
-from tierckpt.format import values
+from tierckpt.format import canonical, values
+from tierckpt.format.canonical import JSON, MAX_INTEGER
 from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
@@ -35,6 +36,7 @@ from tierckpt.snapshot.arena import Arena
 from tierckpt.snapshot.stager import LiveSource
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
+from tierckpt.telling import warn
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
 
@@ -106,10 +108,16 @@ class Checkpointer:
         self._arena = Arena(config.SLOTS)
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
-        self._steps: set[int] = set()
+        # Steps of this generation that were handed to the drain; one that failed may be saved again.
+        self._steps: dict[int, Handle] = {}
+        # Training may save from a thread while another restores: one call at a time.
+        self._calls = threading.RLock()
+        self._pid = os.getpid()
         self._last_due: tuple[int, float] | None = None
         self._closed = False
         _open.add(self)
+        # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.
+        weakref.finalize(self, self._drain.stop).atexit = False
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **more: Any) -> Checkpointer:
@@ -158,7 +166,16 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
+        with self._calls:
+            return self._restore(
+                state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
+            )
+
+    def _restore(self, state: Any, *, step: int | None, **arguments: Any) -> LoadInfo | None:
         self._must_be_open()
+        # What is still being drained belongs to the generation that ends here.
+        self.wait()
+        self._surface()
         info = None
         if not self._fresh:
             info = load(
@@ -166,12 +183,7 @@ class Checkpointer:
                 self._place,
                 state,
                 step=step,
-                keys=keys,
-                strict=strict,
-                cast=cast,
-                fallback=fallback,
-                mapping=mapping,
-                staged=staged,
+                **arguments,
                 believe=self._coordinator.believe,
                 run=self._coordinator.run,
                 max_restarts=self._max_restarts,
@@ -187,8 +199,9 @@ class Checkpointer:
 
     def prepare(self, state: Any) -> None:
         """Plan and warm up for ``state`` ahead of the first save. Collective."""
-        self._must_be_open()
-        self._planner.prepare(state)
+        with self._calls:
+            self._must_be_open()
+            self._planner.prepare(state)
 
     def save(self, step: int, state: Any, *, metadata: Any = None, pin: bool = False) -> Handle:
         """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
@@ -211,24 +224,35 @@ class Checkpointer:
     def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
-        self._must_be_open()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise StateError(f"step={step!r}: a step is an integer, 0 or more")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_INTEGER:
+            raise StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER}")
+        with self._calls:
+            self._must_be_open()
+            handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always)
+        handle.timings["stall"] = time.perf_counter() - began
+        return handle
+
+    def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool) -> Handle:
         self._surface()
-        if not self._due(step, always=live or always):
-            return Handle(step, self._disk.name, due=False)
         handle = Handle(step, self._disk.name)
-        self._handles.append(handle)
         try:
+            if not self._due(step, always=live or always):
+                return Handle(step, self._disk.name, due=False)
+            self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
             self._snapshot(handle, step, state, metadata, pin=pin, live=live)
         except _MISTAKES:
-            self._handles.remove(handle)
+            self._handles = [other for other in self._handles if other is not handle]
             raise
+        except _Raised as raised:
+            # All ranks raise in this call, whoever knew of the failure first.
+            for other in self._handles:
+                other._told = True
+            self._handles.remove(handle)
+            raise raised.error from raised.error.__cause__
         except Exception as error:
             handle._finish(None, error)
-        handle.timings["stall"] = time.perf_counter() - began
         return handle
 
     def _snapshot(self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool) -> None:
@@ -236,23 +260,36 @@ class Checkpointer:
         note: list[Any] = []
 
         def mine() -> bytes:
-            if step in self._steps:
+            self._raise_failures()
+            before = self._steps.get(step)
+            if before is not None and before.error is None:
                 raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
-            note.append(values.encode(metadata, path="metadata") if metadata is not None else None)
+            note.append(_encoded(metadata))
             return str(step).encode()
 
-        planned = self._planner.plan(state, f"the save of step {step}", mine)
+        try:
+            planned = self._planner.plan(state, f"the save of step {step}", mine)
+        except TierckptError as error:
+            if _FAILED_BEFORE in str(error):
+                raise _Raised(error) from error
+            raise
         if len(set(planned.told)) > 1:
             raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
-        self._tell(step, planned.disagreements)
-        self._steps.add(step)
-        shard: Shard | BaseException
+        if planned.disagreements and self._on_disagreement == "refuse":
+            raise StateError(_disagreement(step, planned.disagreements))
+        self._steps[step] = handle
+        handle._owner = self
+        # The other ranks hand this step to their drains now: whatever happens here, so must we.
+        shard: Shard | BaseException = StoreError(f"step {step}: the save was interrupted")
         try:
             shard = self._stage(planned, note[0], live=live, handle=handle)
         except Exception as error:
             shard = error
-        handle._set_staged()
-        self._drain.put(step, shard, handle, pinned=pin)
+        finally:
+            handle._set_staged()
+            self._drain.put(step, shard, handle, pinned=pin)
+        if planned.disagreements:
+            warn(_disagreement(step, planned.disagreements), stacklevel=6)
 
     def _stage(self, planned: Planned, metadata: Any, *, live: bool, handle: Handle) -> Shard:
         began = time.perf_counter()
@@ -263,7 +300,7 @@ class Checkpointer:
         header = plan.header
         if header is not None:
             assert prepared.table is not None
-            source = LiveSource(prepared.table, prepared.pointers, header.size, prepared.keep)
+            source = LiveSource(prepared.table, prepared.pointers, header.size, [*prepared.keep, planned.taken])
             if not live:
                 slot = self._arena.acquire(header.size, self._timeout)
                 release = slot.release
@@ -283,18 +320,6 @@ class Checkpointer:
             metadata=metadata,
             release=release,
         )
-
-    def _tell(self, step: int, disagreements: Sequence[str]) -> None:
-        """Replicas that differ are reported, or refused by policy; the same on all ranks."""
-        if not disagreements:
-            return
-        text = f"step {step}: ranks that should hold the same do not (mark what is a rank's own with PerRank):"
-        text += "".join(f"\n  {line}" for line in disagreements[:50])
-        if len(disagreements) > 50:
-            text += f"\n  and {len(disagreements) - 50} more"
-        if self._on_disagreement == "refuse":
-            raise StateError(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _due(self, step: int, *, always: bool) -> bool:
         """Whether the disk is due. Decided by rank 0, since clocks differ."""
@@ -327,14 +352,14 @@ class Checkpointer:
             if chosen or self._fresh:
                 return ref
             if chain.newest is not None and unread is not None and unread <= chain.newest.step:
-                warnings.warn(
+                warn(
                     f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
                     "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
-                    RuntimeWarning,
                     stacklevel=2,
                 )
             return chain.newest
 
+        self._steps.clear()
         level(self._group, self._place)
 
         def part() -> bytes:
@@ -356,6 +381,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if self._pid != os.getpid():
+            return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
         self._drain.close()
         self._arena.close()
@@ -367,16 +394,35 @@ class Checkpointer:
     def _surface(self) -> None:
         """Tell of saves that have failed and that nobody has been told of yet."""
         ended = [handle for handle in self._handles if handle._ended.is_set()]
-        self._handles = [handle for handle in self._handles if handle not in ended]
+        raising = self._on_error == "raise" and not self._closed
+        kept = [
+            handle
+            for handle in ended
+            if handle.error is not None and not handle._told and self._raises(handle, raising)
+        ]
+        self._handles = [handle for handle in self._handles if handle not in ended or handle in kept]
         for handle in ended:
+            if handle.error is not None and not handle._told and handle not in kept:
+                handle._told = True
+                warn(_failure(handle), stacklevel=4)
+
+    def _raises(self, handle: Handle, raising: bool) -> bool:
+        return raising or (isinstance(handle.error, FencedError) and not self._closed)
+
+    def _raise_failures(self) -> None:
+        """Raise what is not only to be reported: inside a vote, so that all ranks raise in the same call."""
+        for handle in self._handles:
             error = handle.error
-            if error is None or handle._told:
-                continue
-            handle._told = True
-            message = f"the save of step {handle.step} failed: {error}"
-            if isinstance(error, FencedError) or (self._on_error == "raise" and not self._closed):
-                raise type(error)(message) from (error if isinstance(error, TierckptError) else StoreError(message))
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            if handle._ended.is_set() and error is not None and self._raises(handle, self._on_error == "raise"):
+                kind = type(error) if isinstance(error, TierckptError) else StoreError
+                raise kind(f"{_FAILED_BEFORE}: {_failure(handle)}") from error
+
+    def must_hold(self, run: str | None) -> None:
+        """Raise StoreError if this is another run's than ``run`` (None: any)."""
+        if run and self._coordinator.run not in ("", run):
+            raise StoreError(
+                f"{self._place.url} holds run {self._coordinator.run!r}, not {run!r}: each run needs a root of its own"
+            )
 
     @property
     def closed(self) -> bool:
@@ -386,6 +432,8 @@ class Checkpointer:
     def _must_be_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer has been closed")
+        if self._pid != os.getpid():
+            raise StateError("this Checkpointer belongs to the process that this one was forked from; make a new one")
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -398,8 +446,44 @@ def _close_all() -> None:
         checkpointer.close()
 
 
+#: Bytes that a checkpoint's metadata may take once encoded: they stand in its manifest, which everybody reads.
+_METADATA_LIMIT = 1 << 20
+
+
+def _encoded(metadata: Any) -> JSON:
+    encoded = values.encode(metadata, path="metadata") if metadata is not None else None
+    size = len(canonical.encode(encoded))
+    if size > _METADATA_LIMIT:
+        raise StateError(
+            f"metadata of {size:,} bytes: at most {_METADATA_LIMIT:,} are kept beside a checkpoint; put it into the state"
+        )
+    return encoded
+
+
 def _nothing() -> None:
     pass
+
+
+_FAILED_BEFORE = "an earlier save had failed"
+
+
+class _Raised(Exception):
+    """An earlier failure that all ranks raise now."""
+
+    def __init__(self, error: TierckptError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _failure(handle: Handle) -> str:
+    text = str(handle.error)
+    return text if text.startswith("the save of step") else f"the save of step {handle.step} failed: {text}"
+
+
+def _disagreement(step: int, lines: Sequence[str]) -> str:
+    text = f"step {step}: ranks that should hold the same do not (mark what is a rank's own with PerRank):"
+    text += "".join(f"\n  {line}" for line in lines[:50])
+    return text + (f"\n  and {len(lines) - 50} more" if len(lines) > 50 else "")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

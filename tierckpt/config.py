@@ -96,7 +96,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a step is due at a tier: each time ``step // steps`` rises, or when ``seconds`` have passed."""
+    """When a step is due at a tier: each time ``step // steps`` changes, or when ``seconds`` have passed."""
 
     steps: int | None
     seconds: float | None
@@ -124,7 +124,8 @@ class Cadence:
         if self.seconds is not None:
             return elapsed >= self.seconds
         assert self.steps is not None
-        return step // self.steps > last_step // self.steps
+        # A drop (training was set back) is due as a rise is; the same step again is for the caller to refuse.
+        return step == last_step or step // self.steps != last_step // self.steps
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from tierckpt import config
 from tierckpt.agent.handle import Handle, SaveInfo
@@ -18,7 +21,8 @@ from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.store import Store
 
 #: Functional saves of one process group to one root share a generation.
-_sessions: dict[tuple[str, str | None, int], Checkpointer] = {}
+_sessions: dict[tuple[str, int, tuple[int, int], int], Checkpointer] = {}
+_lock = threading.Lock()
 
 
 def save(
@@ -195,8 +199,18 @@ class _reading:  # noqa: N801
 def _session(
     root: str | os.PathLike[str], group: Any, run: str | None, key: Key | None, timeout: float | None
 ) -> Checkpointer:
-    name = (str(DiskPlace.at(root).root.resolve()), run, id(group) if group is not None else 0)
-    session = _sessions.get(name)
-    if session is None or session.closed:
-        session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)
+    ranks = _ranks(group)
+    name = (str(DiskPlace.at(root).root.resolve()), id(group) if group is not None else 0, ranks, os.getpid())
+    with _lock:
+        session = _sessions.get(name)
+        if session is None or session.closed:
+            session = _sessions[name] = Checkpointer(root, run=run, group=group, key=key, agent="off", timeout=timeout)
+    session.must_hold(run)
     return session
+
+
+def _ranks(group: Any) -> tuple[int, int]:
+    """This process's rank and the number of ranks: a session of before ``init_process_group`` is another one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -21,7 +21,7 @@ from typing import Any
 
 from tierckpt import errors
 from tierckpt.config import ANSWER_SECONDS
-from tierckpt.errors import LostContactError, TierckptError
+from tierckpt.errors import LostContactError, StateError, TierckptError
 
 #: Up to so many ranks that have something to say are heard one after the other.
 _FEW = 4
@@ -186,12 +186,13 @@ class Group:
         """What rank 0 passed. Collective."""
         return self.exchange(payload or b"" if self.rank == 0 else b"")[0]
 
-    def vote(self, what: str, part: Callable[[], bytes]) -> list[bytes]:
+    def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]:
         """Run ``part`` on every rank; all get every result, or all raise. Collective.
 
         Args:
             what: names the step in messages.
             part: this rank's part; what it raises is raised here on all ranks.
+            tag: must be the same on all ranks: that they mean the same step.
 
         Raises:
             TierckptError: the error of the lowest rank that failed, by its own type, naming all ranks that failed.
@@ -199,14 +200,17 @@ class Group:
         """
         mine: Exception | None = None
         try:
-            message = b"+" + part()
+            message = b"+" + tag.to_bytes(8, "little") + part()
         except Exception as error:
             mine = error
             message = b"-" + _error_to_json(error)
         results = self.exchange(message)
         failed = [rank for rank, result in enumerate(results) if result[:1] == b"-"]
         if not failed:
-            return [result[1:] for result in results]
+            tags = {rank: int.from_bytes(result[1:9], "little") for rank, result in enumerate(results)}
+            if len(set(tags.values())) > 1:
+                raise StateError(f"{what}: ranks are in different steps: {tags}")
+            return [result[9:] for result in results]
         if self.size == 1:
             assert mine is not None
             raise mine

@@ -106,7 +106,8 @@ def test_types_of_the_user_come_back_through_a_template(store: Path) -> None:
 
 def _mesh(found: Any) -> Any:
     """What was read of the store "mesh", in the form of `contents.mesh`."""
-    groups = list(found["optimizer"]["param_groups"].values())
+    groups = found["optimizer"]["param_groups"]
+    groups = groups if isinstance(groups, list) else list(groups.values())
     assert [group["params"] for group in groups] == [list(contents.mesh()["model"])]
     rates = {"data": found["data"], "lr": groups[0]["lr"]}
     return {"model": dict(found["model"]), "state": found["optimizer"]["state"], **rates}

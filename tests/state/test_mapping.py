@@ -307,9 +307,11 @@ def test_read_gives_the_names_of_the_state(tmp_path: Path) -> None:
     before = trained(old)
     nested = {"h": [{"w": torch.ones(1), "n": 1}, {"w": torch.zeros(1), "n": 2}]}
     tierckpt.save({"model": old, "optimizer": before, "nested": nested}, tmp_path, 1)
-    mapping = Mapping([*RULES.rules[:3], Rename("nested.h.*.w", "nested.g.*.x.y")])
+    others = [Rename("nested.h.*.w", "nested.g.*.x.y"), Rename("model.embed", "model.tok.weight")]
+    mapping = Mapping([*RULES.rules[:3], *others])
     found = tierckpt.read(tmp_path, mapping=mapping)
     right = as_new(dict(old.named_parameters()))
+    right["tok.weight"] = right.pop("embed")
     for name, tensor in found["model"].items():
         if "gate_up" not in name:
             assert torch.equal(tensor, right[name])
@@ -318,6 +320,8 @@ def test_read_gives_the_names_of_the_state(tmp_path: Path) -> None:
     averages = as_new(moments(old, before, "exp_avg"))
     assert torch.equal(states["blocks.1.qkv.weight"]["exp_avg"], averages["blocks.1.qkv.weight"])
     assert float(states["blocks.1.qkv.weight"]["step"]) == 2.0
+    groups = found["optimizer"]["param_groups"]
+    assert {name for group in groups for name in group["params"]} == states.keys()
     assert found["nested"]["g"] == [{"x": {"y": torch.ones(1)}}, {"x": {"y": torch.zeros(1)}}]
     assert found["nested"]["h"] == [{"n": 1}, {"n": 2}]
     some = tierckpt.read(tmp_path, mapping=mapping, keys=["model.blocks.0.qkv*"])
@@ -424,6 +428,29 @@ def test_state_of_other_shapes_and_partial_state_cannot_be_fused(tmp_path: Path)
     state = {"model": new, "optimizer": trained(new, steps=0)}
     with pytest.raises(LayoutError, match=r"qkv\.weight\.exp_avg: .* no exp_avg for layers\.0\.attn\.k\.weight"):
         tierckpt.load(state, tmp_path / "b", mapping=RULES)
+
+
+def test_parameters_of_one_element_and_of_several_modules(tmp_path: Path) -> None:
+    """One element of a moment is not a count that has to agree."""
+    one, two, both = (nn.Linear(1, size, bias=False) for size in (1, 1, 2))
+
+    def optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        found = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, number + 1)
+        found.step()
+        return found
+
+    mapping = Mapping([Fuse(["one.weight", "two.weight"], "both.weight")])
+    tierckpt.save({"one": one, "two": two, "optimizer": optimizer(one, two)}, tmp_path / "a", 1)
+    after = optimizer(both)
+    tierckpt.load({"both": both, "optimizer": after}, tmp_path / "a", mapping=mapping)
+    assert torch.equal(both.weight, torch.cat([one.weight, two.weight]))
+    assert after.state[both.weight]["momentum_buffer"].tolist() == [[1.0], [2.0]]
+    tierckpt.save({"one": one, "two": two, "optimizer": optimizer(one)}, tmp_path / "b", 1)
+    with pytest.raises(LayoutError, match=r"the optimizer has some of these.* but not all: one\.weight, two\.weight"):
+        tierckpt.load({"both": both, "optimizer": after}, tmp_path / "b", mapping=mapping)
 
 
 def test_parameters_of_several_groups_cannot_be_fused_unless_these_agree(tmp_path: Path) -> None:
@@ -534,3 +561,26 @@ def test_any_pieces_of_what_is_fused_and_split(tmp_path_factory: pytest.TempPath
     state = {name: pieces(part) for name, part in parts.items()}
     tierckpt.load(state, root / "whole", mapping=fuse.inverse())
     assert all(filled(state[name], part) for name, part in parts.items())
+
+
+def _loads_a_stage(rank: int, root: str) -> None:
+    new: Any = New()
+    new.blocks = nn.ModuleDict({str(rank): new.blocks[rank]})
+    if rank:
+        del new.embed
+    optimizer = trained(new, steps=rank)  # with state on one stage only
+    tierckpt.load({"model": new, "optimizer": optimizer}, root, mapping=RULES)
+    saved = tierckpt.read(root)
+    right = as_new(saved["model"])
+    averages = as_new({name: state["exp_avg"] for name, state in saved["optimizer"]["state"].items()})
+    for name, parameter in new.named_parameters():
+        assert torch.equal(parameter, right[name]), name
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], averages[name]), name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
+
+
+def test_the_stages_of_a_pipeline_take_what_is_theirs(tmp_path: Path) -> None:
+    old = Old()
+    tierckpt.save({"model": old, "optimizer": trained(old, lr=0.3)}, tmp_path, 1)
+    run_ranks(_loads_a_stage, 2, str(tmp_path))

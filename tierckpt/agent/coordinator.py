@@ -6,8 +6,9 @@ import contextlib
 import errno
 import json
 import os
-import warnings
+import time
 from base64 import b64decode, b64encode
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from tierckpt.errors import (
     UntrustedError,
 )
 from tierckpt.format import paths
-from tierckpt.format.chain import Chain, CheckpointRef, Link
+from tierckpt.format.chain import Chain, CheckpointRef, Link, Retire
 from tierckpt.format.keys import SigningKey
+from tierckpt.format.links import parse_time
 from tierckpt.format.manifest import Manifest
+from tierckpt.telling import warn
 from tierckpt.tiers import leftovers, trust
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store, put
@@ -67,6 +70,8 @@ class Coordinator:
         self._layout = ""
         # Whether there may be something to clean up: a store is not searched after every save.
         self._littered = True
+        # Retired checkpoints whose files are still there, and since when.
+        self._waiting: deque[tuple[float, CheckpointRef]] = deque()
         self.roots = one_root(1)
 
     @property
@@ -94,11 +99,10 @@ class Coordinator:
             self.believe(store)
             self._believed = len(store.chain.links), frozenset({*store.chain.keys, key.public})
             if store.chain.links and store.endorse(key):
-                warnings.warn(
+                warn(
                     f"{store.url} was signed by another key than the one held here; signing goes on with {key.public}, "
                     "which `tierckpt verify` will not trust until told to (--trust)",
-                    trust.TrustWarning,
-                    stacklevel=2,
+                    category=trust.TrustWarning,
                 )
             link = store.publish(lambda chain: self._begin_link(chain, key.public, choose), key)
         self.generation = store.chain.generation
@@ -189,9 +193,10 @@ class Coordinator:
         for number, data in enumerate(said["links"], said["first"]):
             put(self.place, paths.link(number), b64decode(data))
         news = self.store.refresh()
-        self._littered = self._littered or any(link.action == "retire" for link in news)
-        if self._littered:
-            self._collect(())
+        for link in news:
+            if isinstance(link.body, Retire):
+                self._await(link.body.checkpoints)
+        self._clear()
         return b""
 
     def _commit_link(self, chain: Chain, ref: CheckpointRef, *, pinned: bool) -> Link:
@@ -231,7 +236,7 @@ class Coordinator:
         try:
             self.place.remove(names)
         except TierckptError as error:
-            warnings.warn(f"step {step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+            warn(f"step {step} failed, and its files stay until the next clean-up: {error}")
 
     def _give_back(self, ref: CheckpointRef) -> None:
         """Remove the files of a step that could not be published, if it really was not."""
@@ -241,7 +246,7 @@ class Coordinator:
             if (ref.generation, ref.step) not in self.store.chain.committed:
                 self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
         except TierckptError as error:
-            warnings.warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}", stacklevel=2)
+            warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}")
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
@@ -257,9 +262,8 @@ class Coordinator:
                 check_present(self.store, manifest)
                 store = self.store
                 store.publish(lambda chain: self._retire_link(chain, new), key)
-                self._littered = True
-            if self._littered:
-                self._collect(())
+                self._await(going)
+            self._clear()
         except TierckptError as error:
             # The new checkpoint is durable; old ones that stay do no harm.
             return f"{self.place.url}: old checkpoints could not be retired: {error}"
@@ -270,12 +274,36 @@ class Coordinator:
         going = to_retire(chain, self._retention, new)
         return chain.retire(going) if going else None
 
+    def _await(self, refs: Iterable[CheckpointRef]) -> None:
+        """Files of these may go once the readers' grace has passed."""
+        now = time.time()
+        self._waiting += [(now, ref) for ref in refs]
+
+    def _clear(self) -> None:
+        """Remove what may go by now. The store is searched only after a failure: that takes time for all it holds."""
+        if self._littered:
+            self._collect(())
+            return
+        due = time.time() - self._grace
+        while self._waiting and self._waiting[0][0] <= due:
+            _, ref = self._waiting.popleft()
+            folder = paths.step_dir(ref.generation, ref.step)
+            self.place.remove(leftovers.in_order(i.name for i in self.place.list(folder) if leftovers.belongs(i.name)))
+
     def _collect(self, sparing: Iterable[tuple[int, int]], grace: float | None = None) -> None:
         found = leftovers.find(
             self.store, grace=self._grace if grace is None else grace, sparing=sparing, own=self.generation
         )
         self.place.remove(found.removable)
-        self._littered = bool(found.waiting or found.underway)
+        self._littered = bool(found.underway)
+        retired = self.store.chain.retired
+        waiting = {leftovers.step_of(info.name) for info in found.waiting}
+        kept = [
+            (parse_time(gone.time).timestamp(), ref)
+            for ref, gone in retired.items()
+            if (ref.generation, ref.step) in waiting
+        ]
+        self._waiting = deque(sorted(kept))
 
 
 def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> list[CheckpointRef]:

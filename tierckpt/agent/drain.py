@@ -10,7 +10,6 @@ import json
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from tierckpt.format import paths
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.format.receipt import Receipt
+from tierckpt.telling import warn
 from tierckpt.tiers.chunks import Source, retried, write_shard
 from tierckpt.tiers.store import put
 
@@ -32,7 +32,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def vote(self, what: str, part: Callable[[], bytes]) -> list[bytes]: ...
+    def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]: ...
 
 
 @dataclass
@@ -86,6 +86,10 @@ class Drain:
             self._thread.start()
         self._queue.put(_Job(step, pinned, shard, handle))
 
+    def stop(self) -> None:
+        """Let the thread end once the queue is empty; does not wait."""
+        self._queue.put(None)
+
     def close(self) -> None:
         """Finish what is queued."""
         if self._thread is not None:
@@ -110,7 +114,7 @@ class Drain:
         what = f"the save of step {job.step}"
         began = time.perf_counter()
         try:
-            entries = self._ranks.vote(what, lambda: self._write(job))
+            entries = self._ranks.vote(what, lambda: self._write(job), tag=job.step)
             manifest = self._manifest(job, entries)
         except LostContactError:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
@@ -130,7 +134,7 @@ class Drain:
         job.handle.timings["commit"] = time.perf_counter() - written
         head = told["head"]
         if told["problem"]:
-            warnings.warn(told["problem"], RuntimeWarning, stacklevel=2)
+            warn(told["problem"])
         size = sum(shard.size for shard in manifest.shards)
         return SaveInfo(
             job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ class Handle:
         self._began = time.perf_counter()
         #: Whether somebody has been told of the error.
         self._told = False
+        #: What must live until the save has ended.
+        self._owner: object = None
+        self._pid = os.getpid()
         if not due:
             self._staged.set()
             self._ended.set()
@@ -92,6 +96,8 @@ class Handle:
         return self._ended.is_set() and self.error is None and (self._due or tier is None)
 
     def _wait(self, event: threading.Event, timeout: float | None) -> None:
+        if self._pid != os.getpid() and not event.is_set():
+            raise StateError(f"step {self.step} is being saved by the process that this one was forked from")
         if not event.wait(timeout):
             raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
         if self.error is not None:
@@ -105,6 +111,7 @@ class Handle:
         if self._ended.is_set():
             return
         self._info, self.error = info, error
+        self._owner = None
         self.timings["total"] = time.perf_counter() - self._began
         self._staged.set()
         self._ended.set()

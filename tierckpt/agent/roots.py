@@ -31,7 +31,7 @@ class Nodes(Protocol):
     leaders: list[int]
     node_of: list[int]
 
-    def vote(self, what: str, part: Callable[[], bytes]) -> list[bytes]: ...
+    def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,24 @@ def _other(key: object) -> str:
             return str(key)
         except ValueError as error:  # more digits than Python converts
             raise StateError(f"an integer is too large for a key: {error}") from None
+    _must_be_plain(key, key)
     encoded = canonical.encode(values.encode(key, path=f"key {values.shown(key)}"))
     return "~k" + base64.urlsafe_b64encode(encoded).rstrip(b"=").decode("ascii")
+
+
+_PLAIN_KEYS = (bool, float, type(None), bytes, int, str)
+
+
+def _must_be_plain(part: object, key: object) -> None:
+    """Keys of containers of tensors must come back as they were, without a template, and be equal to themselves."""
+    if type(part) is tuple:
+        for item in part:
+            _must_be_plain(item, key)
+    elif type(part) not in _PLAIN_KEYS or part != part:
+        raise StateError(
+            f"key {values.shown(key)} of type {type(key).__name__} cannot name tensors; use a str, int, bool, None, bytes, "
+            "a float that is a number, or a tuple of these"
+        )
 
 
 def _component(text: str, name: str) -> Component:

@@ -20,10 +20,11 @@ from tierckpt.group import Group
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
 from tierckpt.state.layout import Describer, Destination, destination
-from tierckpt.state.mapped import Part, View, dotted
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.nodes import merge
+from tierckpt.state.spelling import dotted
 from tierckpt.state.tree import Saved, Target, unexpected_problems
+from tierckpt.state.view import Part, View
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.verify import check_layout
 
@@ -108,6 +109,7 @@ class Attempt:
         """Bytes that this rank has read."""
         return self._shards.bytes
 
+    @torch.inference_mode(False)  # what is allocated for an optimizer must be of use outside of it
     def fit(self) -> None:
         """Read the values, and find a place for everything; nothing live is touched.
 
@@ -174,14 +176,25 @@ class Attempt:
     def _find_places(self) -> None:
         layout, numbers = self.layout, self._contents.numbers
         describer = Describer(self._group.global_ranks)
+        rows: list[tuple[str, int, list[Part] | None, list[Destination]]] = []
         for name, value in self._target.tensors.items():
             parts = self._target.view.parts.get(name)
             index = numbers[name if parts is None else parts[0].name]
             dtype = torch_dtype(layout.dtype(index))
             pieces = describer.describe(value, name=name).pieces
             places = [self._place(box, tensor, dtype, name) for box, tensor in pieces]
+            rows.append((name, index, parts, places))
+        self._shared = apart(
+            [(name, layout.alias(index) if parts is None else -1, p) for name, index, parts, p in rows]
+        )
+        for name, index, parts, places in rows:
             self._places += [(name, place) for place in places]
             self._wanted += [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors of this rank that are filled."""
+        return {name for name, _ in self._places}
 
     def untouched(self) -> list[str]:
         """Names of leaves that stayed as they were."""
@@ -215,10 +228,71 @@ class Attempt:
         def part() -> bytes:
             for _, place in self._places:
                 place.finish()
+            torn = sorted({name for name, place in self._shared if not _arrived(place)})
+            if torn:
+                raise LayoutError(
+                    f"{self._what}: {', '.join(torn)}: these share memory in the state, but were saved with different values; "
+                    "what was to be filled is now undefined. Untie them, or load with keys="
+                )
             self._target.commit(self._values, self._per_rank)
             return b""
 
         self._group.vote(f"restoring {self._what}", part)
+
+
+def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[tuple[str, Destination]]:
+    """Give destinations that share memory memory of their own first; those that need a look once they were filled.
+
+    ``rows``: name, number of the stored tensor (−1: several), destinations; these lists are changed. Several names of the
+    same memory and the same stored tensor, as tied parameters are, become one.
+    """
+    spans = []
+    for row, (_, _, places) in enumerate(rows):
+        for at, place in enumerate(places):
+            tensor = place.memory if place.target is None else place.target
+            reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            start = tensor.data_ptr()
+            spans.append((start, start + reach * tensor.element_size(), row, at))
+    spans.sort()
+    clusters: list[list[tuple[int, int]]] = []
+    end = -1
+    for start, stop, row, at in spans:
+        if start < end:
+            clusters[-1].append((row, at))
+        else:
+            clusters.append([(row, at)])
+        end = max(end, stop)
+    shared: list[tuple[str, Destination]] = []
+    dropped: set[tuple[int, int]] = set()
+    for cluster in clusters:
+        if len(cluster) == 1:
+            continue
+        seen: dict[object, tuple[int, int]] = {}
+        for row, at in cluster:
+            place, stored = rows[row][2][at], rows[row][1]
+            tensor = place.memory if place.target is None else place.target
+            key = (stored, place.box, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if stored >= 0 and seen.setdefault(key, (row, at)) != (row, at):
+                dropped.add((row, at))
+        left = [member for member in cluster if member not in dropped]
+        for row, at in left if len(left) > 1 else ():
+            name, _, places = rows[row]
+            place = places[at]
+            if place.target is None:
+                place = places[at] = Destination(
+                    place.box, torch.empty(place.box.size, dtype=place.memory.dtype), place.memory
+                )
+            shared.append((name, place))
+    for row, at in sorted(dropped, reverse=True):
+        del rows[row][2][at]
+    return shared
+
+
+def _arrived(place: Destination) -> bool:
+    """Whether the destination holds, bit for bit, what was read for it."""
+    assert place.target is not None
+    found = place.target.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(found, place.memory.to(place.target.dtype).contiguous().reshape(-1).view(torch.uint8))
 
 
 def parted(parts: Sequence[Part], numbers: Mapping[str, int], places: Sequence[Destination]) -> list[Wanted]:
@@ -294,12 +368,28 @@ def _hint(problems: Sequence[str]) -> str:
 
 
 def _loses(place: Destination) -> bool:
-    """Whether an integer would overflow (or a fraction be cut) on its way into an integer type."""
+    """Whether an integer would overflow, a fraction be cut or an imaginary part be dropped on the way."""
     assert place.target is not None
-    wanted = place.target.dtype
-    if wanted.is_floating_point or wanted.is_complex or wanted == torch.bool:
+    wanted, memory = place.target.dtype, place.memory
+    if memory.dtype.is_complex and not wanted.is_complex:
+        return True
+    if wanted.is_floating_point or wanted.is_complex or wanted == torch.bool or not memory.numel():
         return False
-    return not bool((place.memory.to(wanted).to(place.memory.dtype) == place.memory).all())
+    if memory.dtype.is_floating_point or memory.dtype == torch.bool:
+        return not bool((memory.to(wanted).to(memory.dtype) == memory).all())
+    # Converting there and back would wrap twice: compare the extremes as what they are.
+    if memory.dtype == torch.uint64:
+        as_signed = memory.view(torch.int64)
+        beyond = int(as_signed.min()) < 0
+        low, high = 0, 2**64 - 1 if beyond else int(as_signed.max())
+        if beyond and wanted == torch.uint64:
+            return False
+    else:
+        wide = memory.to(torch.int64)
+        low, high = int(wide.min()), int(wide.max())
+    bounds = torch.iinfo(wanted)
+    most = 2**64 - 1 if wanted == torch.uint64 else bounds.max
+    return low < bounds.min or high > most
 
 
 def pick(found: Mapping[str, JSON], name: str, rank: int) -> JSON:

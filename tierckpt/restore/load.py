@@ -121,10 +121,17 @@ def load(
                 mapping=mapping,
             )
             attempt.fit()
+            passed.cover(group, attempt)
             passed.touched = passed.touched or not staged
             attempt.fetch()
         except _FALL_BACK as error:
             if not fallback or step is not None:
+                raise
+            passed.over(ref, error)
+            continue
+        except LayoutError as error:
+            # The first one that does not fit is the caller's mistake; after a failure it is one more that cannot be used.
+            if not passed.errors:
                 raise
             passed.over(ref, error)
             continue
@@ -153,6 +160,22 @@ class _Passed:
     lines: list[str]
     errors: list[Exception] = field(default_factory=list)
     touched: bool = False
+    names: set[str] = field(default_factory=set)
+
+    def cover(self, group: Group, attempt: Attempt) -> None:
+        """Refuse a candidate that would leave bytes of one that failed before in place. Collective."""
+        if self.touched:
+
+            def part() -> bytes:
+                left = sorted(self.names - attempt.names)
+                if left:
+                    raise IncompleteError(
+                        f"it lacks {', '.join(left[:10])}, of which a newer checkpoint has filled a part"
+                    )
+                return b""
+
+            group.vote("falling back", part)
+        self.names |= attempt.names
 
     def over(self, ref: CheckpointRef, error: Exception) -> None:
         self.errors.append(error)
@@ -269,7 +292,7 @@ def _read(
     return build_nodes(
         view.nodes,
         tensors,
-        {name: found[origins[name]] for name in chosen_values},
+        {name: view.value(name, found[origins[name]]) for name in chosen_values},
         {name: own[origins[name]] for name in chosen_own if origins[name] in own},
     )
 

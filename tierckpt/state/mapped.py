@@ -1,73 +1,24 @@
-"""A checkpoint as a `Mapping` makes it look: its tree and its tensors under the names of the state.
+"""A checkpoint as a `Mapping` makes it look.
 
 No bytes are involved: a fused or split tensor is a list of `Part`, boxes of tensors of the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tierckpt.format import names
 from tierckpt.format.boxes import Box, whole
 from tierckpt.state.live import Branch, Node, OptimizerBranch, StatefulBranch
+from tierckpt.state.mapped_optimizer import MappedOptimizer, homes_of, is_optimizer
 from tierckpt.state.mapping import Claim, Fuse, Rename, Split, fill
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import below
 from tierckpt.state.nodes import MAPPINGS, SEQUENCES, SavedNode
-
-Kind = tuple[str, tuple[int, ...]]
-"""dtype and global shape of a tensor."""
-
-
-class Part(NamedTuple):
-    """What fills a box of a tensor of the state: ``box`` of the checkpoint's tensor ``name``, put at ``offset``."""
-
-    name: str
-    box: Box
-    offset: tuple[int, ...]
-    is_whole: bool = False
-    """Whether the box is all of that tensor."""
-
-
-@dataclass
-class View:
-    """A checkpoint under the names of the state.
-
-    Attributes:
-        nodes, tensors: as in ``Saved``.
-        parts: what each tensor is made of; of those that are not here, all of that of the same name.
-        origins: the names that values have in the checkpoint. Several must agree.
-        agreeing: single elements made of several (the step counts of fused parameters), which must agree.
-        parameters: for each optimizer, what its parameters are called in the checkpoint.
-        absent: parts of split tensors that cannot be placed, since this rank has nothing of them; and what has them.
-        problems: a line for each thing that does not fit.
-    """
-
-    nodes: dict[str, SavedNode] = field(default_factory=dict)
-    tensors: dict[str, Kind] = field(default_factory=dict)
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-    origins: dict[str, list[str]] = field(default_factory=dict)
-    agreeing: dict[str, list[str]] = field(default_factory=dict)
-    parameters: dict[str, dict[object, tuple[object, ...]]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def is_whole(self, name: str) -> bool:
-        """Whether a tensor is all of one of the checkpoint."""
-        parts = self.parts.get(name)
-        return parts is None or (len(parts) == 1 and parts[0].is_whole)
-
-    def names_of(self, name: str) -> list[str]:
-        """The names in the checkpoint of what the state calls ``name``."""
-        if name in self.agreeing:
-            return self.agreeing[name]
-        if name in self.parts:
-            return list(dict.fromkeys(part.name for part in self.parts[name]))
-        return [self.absent[name]] if name in self.absent else self.origins.get(name, [name])
+from tierckpt.state.spelling import dotted, parent_of, respelled
+from tierckpt.state.view import Kind, Part, View, whole_part
 
 
 def view(
@@ -76,7 +27,7 @@ def view(
     """What ``mapping`` makes of a checkpoint with these nodes and tensors, for the state of ``root`` (None: for none)."""
     if mapping is None:
         return View(dict(nodes), dict(tensors))
-    return _Viewer(mapping, nodes, tensors, _Live(root)).run()
+    return Viewer(mapping, nodes, tensors, _Live(root)).run()
 
 
 class _Live:
@@ -107,12 +58,7 @@ class _Live:
             self.tensors[node.name] = node.live
 
 
-def dotted(name: str) -> str:
-    """The dotted form of a name."""
-    return name.replace("/", ".") if "~" not in name else names.dotted(names.split(name))
-
-
-class _Viewer:
+class Viewer:
     def __init__(
         self, mapping: NameMapping, nodes: Mapping[str, SavedNode], tensors: Mapping[str, Kind], live: _Live
     ) -> None:
@@ -121,16 +67,17 @@ class _Viewer:
         self.moved: dict[str, list[str]] = {}  # tensors of the checkpoint -> what they become, if not the same
         self.fused: dict[tuple[int, tuple[str, ...]], dict[int, str]] = {}
         self.used: set[int] = set()
+        self._flat: dict[str, bool] = {}
 
     def run(self) -> View:
         view = self.view
-        optimizers = {name for name, node in self.nodes.items() if _is_optimizer(node, self.nodes)}
+        optimizers = {name for name, node in self.nodes.items() if is_optimizer(node, self.nodes)}
         theirs: dict[str, list[SavedNode]] = {name: [] for name in optimizers}
         plain: list[SavedNode] = []
         for node in self._leaves():
             owner = next((name for name in optimizers if node.name.startswith(below(name))), None)
             (plain if owner is None else theirs[owner]).append(node)
-        homes = {name: _home(self.nodes[name], plain, self.nodes) for name in optimizers}
+        homes = {name: homes_of(self.nodes[name], plain, self.nodes) for name in optimizers}
         for name, candidates in homes.items():
             if not candidates:  # nothing here says what its parameters are
                 plain += theirs.pop(name)
@@ -139,7 +86,7 @@ class _Viewer:
         for key, parts in self.fused.items():
             self._fuse(*key, parts)
         for name, leaves in theirs.items():
-            _Optimizer(self, self.nodes[name], leaves, homes[name]).run()
+            MappedOptimizer(self, self.nodes[name], leaves, homes[name]).run()
         if not self.live.is_there:
             for node in view.nodes.values():
                 _settle(node)
@@ -191,7 +138,16 @@ class _Viewer:
             if found is not None:
                 return found
             self.problem(f"{text} becomes {start + rest}, but several things in the state are written so")
-        return _respelled(name, claim.end, start, rest)
+        return respelled(name, claim.end, start, rest, self._is_flat(parent_of(name)[0]))
+
+    def _is_flat(self, container: str) -> bool:
+        """Whether its keys are qualified names, as those of a module's state dict."""
+        found = self._flat.get(container)
+        if found is None:
+            node = self.nodes[container]
+            found = node.kind == "OrderedDict" or any(type(key) is str and "." in key for key in node.children.values())
+            self._flat[container] = found
+        return found
 
     def put(self, name: str, node: SavedNode, *, kind: Kind | None = None, parts: list[Part] | None = None) -> None:
         """A leaf of the state, like ``node`` of the checkpoint unless it is a tensor that has ``parts``."""
@@ -199,11 +155,11 @@ class _Viewer:
         known = view.nodes.get(name)
         if known is None:
             known = view.nodes[name] = SavedNode(node.kind, name, node.detail)
-        elif node.is_value and _holds(known):
+        elif node.is_value and holds(known):
             pass  # a container on some ranks, a value without tensors on others
-        elif known.is_value and _holds(node):
+        elif known.is_value and holds(node):
             known.kind, known.detail = node.kind, node.detail
-        elif not (_holds(known) and _holds(node)):
+        elif not (holds(known) and holds(node)):
             there = " and ".join(dotted(origin) for origin in view.names_of(name))
             self.problem(f"both {there} and {dotted(node.name)} become {dotted(name)}")
             return
@@ -221,8 +177,8 @@ class _Viewer:
         found = self.view.nodes
         while name != names.ROOT:
             node = found[name]
-            upper, last = _upper(name)
-            old_upper, old_last = _upper(old) if old != names.ROOT else (names.ROOT, last)
+            upper, last = parent_of(name)
+            old_upper, old_last = parent_of(old) if old != names.ROOT else (names.ROOT, last)
             container = found.get(upper)
             fresh = container is None
             like = self.nodes.get(upper)
@@ -237,7 +193,7 @@ class _Viewer:
             elif container.kind == "value":
                 made = SavedNode(*self._container(like, upper, key))
                 container.kind, container.detail = made.kind, made.detail
-            elif not _holds(container):
+            elif not holds(container):
                 self.problem(f"{dotted(upper)} is both a {container.kind} and what holds {dotted(name)}")
                 return
             had = name in container.children
@@ -246,7 +202,7 @@ class _Viewer:
             if had and not fresh:
                 above = upper  # trees may have grown
                 while above != names.ROOT:
-                    above, _ = _upper(above)
+                    above, _ = parent_of(above)
                     found[above].trees |= node.trees
                 return
             name, old = upper, old_upper
@@ -354,11 +310,6 @@ class _Viewer:
             self.put(name, node, kind=(dtype, size), parts=[Part(node.name, box, (0,) * len(shape))])
 
 
-def whole_part(name: str, shape: tuple[int, ...]) -> Part:
-    """All of a tensor."""
-    return Part(name, whole(shape), (0,) * len(shape), True)
-
-
 def _spans(
     total: int, count: int, sizes: Sequence[int] | None, known: Sequence[int | None], live: bool
 ) -> tuple[list[tuple[int, int] | None], str]:
@@ -399,192 +350,9 @@ def _spans(
     return spans, ""
 
 
-# Optimizers
-
-
-def _is_optimizer(node: SavedNode, nodes: Mapping[str, SavedNode]) -> bool:
-    """Whether this is what an optimizer with named parameters is saved as."""
-    if node.kind not in MAPPINGS or set(node.children.values()) != {"state", "param_groups"}:
-        return False
-    return all(nodes[child].kind in MAPPINGS for child in node.children)
-
-
-@dataclass
-class _Home:
-    """Where the parameters of an optimizer are: ``tensors`` has the name of each by what the optimizer calls it."""
-
-    tensors: dict[object, str]
-    whole_names: bool = False
-
-
-def _home(optimizer: SavedNode, leaves: Iterable[SavedNode], nodes: Mapping[str, SavedNode]) -> list[_Home]:
-    """Places in the checkpoint that have all the parameters of which there is state, in order.
-
-    A module's parameters are the tensors of one container; of several modules, tensors under their dotted names.
-    """
-    states = next(nodes[child] for child, key in optimizer.children.items() if key == "state")
-    wanted = set(states.children.values())
-    containers: dict[str, dict[object, str]] = {}
-    everything: dict[object, str] = {}
-    for leaf in leaves:
-        if leaf.kind == "tensor" and leaf.name != names.ROOT:
-            upper, _ = _upper(leaf.name)
-            containers.setdefault(upper, {})[nodes[upper].children[leaf.name]] = leaf.name
-            everything.setdefault(dotted(leaf.name), leaf.name)
-    found = [_Home(tensors) for tensors in containers.values() if wanted <= tensors.keys()]
-    if wanted <= everything.keys():
-        found.append(_Home(everything, whole_names=True))
-    return found
-
-
-class _Optimizer:
-    """The state of an optimizer follows its parameters."""
-
-    def __init__(self, viewer: _Viewer, node: SavedNode, leaves: list[SavedNode], homes: list[_Home]) -> None:
-        self.viewer, self.node, self.leaves = viewer, node, leaves
-        self.view, self.saved = viewer.view, viewer.saved
-        text = dotted(node.name)
-        claim = viewer.mapping.claim(text)
-        rule = None if claim is None else viewer.mapping.rules[claim.rule]
-        self.name = node.name
-        if claim is not None and isinstance(rule, Rename):
-            self.name = viewer.renamed(node.name, text, claim, rule.target)
-            viewer.used.add(claim.rule)
-        self.known = viewer.live.optimizers.get(self.name, set())
-        # An optimizer's parameters are what the rules are about, where several places have such names (copies for
-        # averages); and what the state's optimizer has.
-        self.home = max(homes, key=self._rank)
-        self.after = self._after(self.home)
-
-    def _rank(self, home: _Home) -> tuple[int, int]:
-        after = self._after(home)
-        return (
-            sum(name in self.known for new in after.values() for name in new),
-            sum(name in self.viewer.moved for name in home.tensors.values()),
-        )
-
-    def _after(self, home: _Home) -> dict[object, list[object]]:
-        """What the state's optimizer calls each parameter."""
-        found: dict[object, list[object]] = {}
-        for key, name in home.tensors.items():
-            found[key] = [self._called(new, home) for new in self.viewer.moved.get(name, [name])]
-        return found
-
-    def _called(self, name: str, home: _Home) -> object:
-        last, text = names.split(name)[-1], dotted(name)
-        first, second = (text, last) if home.whole_names else (last, text)
-        return second if second in self.known and first not in self.known else first
-
-    def run(self) -> None:
-        viewer, view = self.viewer, self.view
-        made: dict[object, tuple[str, list[object]]] = {}  # what the state calls it -> the tensor, what it is made of
-        for key, name in self.home.tensors.items():
-            for new, called in zip(viewer.moved.get(name, [name]), self.after[key], strict=True):
-                there, keys = made.setdefault(called, (new, []))
-                keys.append(key)
-                if there != new:
-                    viewer.problem(f"{dotted(self.name)}: {dotted(there)} and {dotted(new)} are both called {called}")
-        origin = {name: key for key, name in self.home.tensors.items()}
-        for called, (new, _) in made.items():
-            if new in view.parts:
-                made[called] = new, [origin[part.name] for part in view.parts[new] if part.name in origin]
-        view.parameters[self.name] = {called: tuple(keys) for called, (_, keys) in made.items()}
-
-        prefix, states = below(self.node.name), below(self.node.name) + "state/"
-        by_parameter: dict[object, dict[str, SavedNode]] = {}
-        called_before = viewer.nodes[prefix + "state"].children
-        for leaf in self.leaves:
-            if not leaf.name.startswith(states):
-                viewer.put(_swapped(leaf.name, self.node.name, self.name), leaf)
-                continue
-            component, _, rest = leaf.name[len(states) :].partition("/")
-            by_parameter.setdefault(called_before[states + component], {})[rest] = leaf
-        done: set[object] = set()
-        for key, entries in by_parameter.items():
-            for called in self.after[key]:
-                new, sources = made[called]
-                if called in done:
-                    continue
-                done.add(called)
-                target = below(self.name) + "state/" + names.join((called,))  # type: ignore[arg-type]
-                if view.is_whole(new):
-                    for rest, leaf in entries.items():
-                        viewer.put(f"{target}/{rest}" if rest else target, leaf)
-                else:
-                    self._parted(target, new, [by_parameter.get(source, {}) for source in sources], sources)
-        for name in (prefix + "state", prefix + "param_groups"):
-            moved = _swapped(name, self.node.name, self.name)
-            if moved not in view.nodes:  # a container even without tensors
-                viewer.put(moved, viewer.nodes[name])
-
-    def _parted(
-        self, target: str, parameter: str, entries: list[dict[str, SavedNode]], sources: Sequence[object]
-    ) -> None:
-        """The state of a parameter that was fused or split."""
-        viewer, view = self.viewer, self.view
-        parts = view.parts[parameter]
-        for rest in dict.fromkeys(rest for entry in entries for rest in entry):
-            name = f"{target}/{rest}" if rest else target
-            lacking = [str(source) for source, entry in zip(sources, entries, strict=True) if rest not in entry]
-            if lacking:
-                viewer.problem(f"{dotted(name)}: the checkpoint has no {rest} for {', '.join(lacking)}")
-                continue
-            leaves = [entry[rest] for entry in entries]
-            listed = [leaf.name for leaf in leaves]
-            first = leaves[0]
-            if any(leaf.kind != first.kind or leaf.kind not in ("tensor", "value") for leaf in leaves):
-                viewer.problem(f"{dotted(name)}: this state of fused or split parameters cannot be mapped: {listed}")
-            elif first.kind == "value":
-                viewer.put(name, first)
-                view.origins[name] = listed
-            else:
-                self._parted_tensor(name, parts, listed)
-
-    def _parted_tensor(self, name: str, parts: Sequence[Part], sources: Sequence[str]) -> None:
-        viewer, view = self.viewer, self.view
-        kinds = [self.saved[source] for source in sources]
-        first = viewer.nodes[sources[0]]
-        if len({dtype for dtype, _ in kinds}) == 1:
-            if all(prod(shape) == 1 for _, shape in kinds) and len(set(kinds)) == 1:
-                viewer.put(name, first)
-                view.agreeing[name] = list(sources)
-                return
-            if all(shape == self.saved[part.name][1] for part, (_, shape) in zip(parts, kinds, strict=True)):
-                shape = _extent(parts)
-                moved = [part._replace(name=source) for part, source in zip(parts, sources, strict=True)]
-                viewer.put(name, first, kind=(kinds[0][0], shape), parts=moved)
-                return
-        listed = ", ".join(
-            f"{dotted(s)} {dtype} {list(shape)}" for s, (dtype, shape) in zip(sources, kinds, strict=True)
-        )
-        viewer.problem(
-            f"{dotted(name)}: optimizer state that has not the shape of its parameter cannot be fused or split: {listed}"
-        )
-
-
-def _extent(parts: Sequence[Part]) -> tuple[int, ...]:
-    """The shape of what ``parts`` make."""
-    ends = [[o + n for o, n in zip(part.offset, part.box.size, strict=True)] for part in parts]
-    return tuple(max(sizes) for sizes in zip(*ends, strict=True))
-
-
-# Names and containers
-
-
-def _holds(node: SavedNode) -> bool:
+def holds(node: SavedNode) -> bool:
     """Whether this is a container."""
     return node.kind in MAPPINGS or node.kind in SEQUENCES or node.kind == "subclass"
-
-
-def _upper(name: str) -> tuple[str, str]:
-    """The name of the container of ``name``, and its last component."""
-    upper, _, last = name.rpartition("/")
-    return upper or names.ROOT, last
-
-
-def _swapped(name: str, old: str, new: str) -> str:
-    """``name``, which lies below ``old``, below ``new``."""
-    return name if old == new else below(new) + name[len(below(old)) :]
 
 
 def _settle(node: SavedNode) -> None:
@@ -594,44 +362,3 @@ def _settle(node: SavedNode) -> None:
         node.children = dict(items)
         if [key for _, key in items] != list(range(len(items))):
             node.kind, node.detail = "dict", None
-
-
-def _respelled(name: str, end: int, start: str, rest: str) -> str:
-    """The name of what no live state names: ``start + rest`` instead of the first ``end`` characters of the dotted form.
-
-    Components that the rule did not touch stay; so does the depth, where that has a meaning: a qualified name of a
-    parameter stays one component, nested dicts stay nested.
-    """
-    path = names.split(name)
-    texts = [str(component) for component in path]
-    # The last components lie wholly behind the match.
-    kept = 0
-    at = sum(map(len, texts)) + len(texts) - 1
-    while kept < len(path) - 1 and at - len(texts[-1 - kept]) > end:
-        at -= len(texts[-1 - kept]) + 1
-        kept += 1
-    tail = path[len(path) - kept :]
-    middle, words = path[: len(path) - kept], start + rest[: max(at - end, 0)]
-    found: list[names.Component] = []
-    pieces = words.split(".")
-    nested = len(middle) > 1 and all("." not in text for text in texts[: len(middle)])
-    for number in range(len(middle)):
-        count = len(texts[number].split("."))
-        if not nested and (number == len(middle) - 1 or len(pieces) <= count):
-            found.append(".".join(pieces))
-            pieces = []
-            break
-        taken, pieces = pieces[:count], pieces[count:]
-        found.append(_component(".".join(taken), path))
-        if not pieces:
-            break
-    found += [_component(piece, path) for piece in pieces]
-    return names.join((*found, *tail))
-
-
-def _component(text: str, path: Sequence[names.Component]) -> names.Component:
-    """What ``text`` is where it stood before; new integers are keys that are integers."""
-    for component in path:
-        if str(component) == text:
-            return component
-    return int(text) if text.isascii() and text.isdigit() and str(int(text)) == text else text

@@ -11,13 +11,13 @@ from tierckpt.format import values as codec
 from tierckpt.format.canonical import JSON
 from tierckpt.state import live, mapped
 from tierckpt.state.live import Leaf
-from tierckpt.state.mapped import View
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor, rebuild
 from tierckpt.state.matching import Matcher, replace_root
 from tierckpt.state.naming import readable
 from tierckpt.state.nodes import SavedNode
 from tierckpt.state.rng import Generators
+from tierckpt.state.view import View
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,13 @@ class Leftovers:
 
     @property
     def removable(self) -> list[str]:
-        """Names in an order in which a crash in between leaves no receipt without its shard."""
-        names = [info.name for info in (*self.retired, *self.dead, *self.temporary, *self.layouts)]
-        return sorted(names, key=lambda name: (not name.endswith(".json"), name))
+        """Names of what can be removed, in the order in which to do it."""
+        return in_order(info.name for info in (*self.retired, *self.dead, *self.temporary, *self.layouts))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """An order of removal in which a crash in between leaves no receipt without its shard."""
+    return sorted(names, key=lambda name: (not name.endswith(".json"), name))
 
 
 def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), own: int | None = None) -> Leftovers:

@@ -16,6 +16,7 @@ from tierckpt.format.chain import Chain, CheckpointRef, KeyLink, Link
 from tierckpt.format.digest import CHUNK, derive
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.layout import Layout
+from tierckpt.format.links import link_digest
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import Receipt
 from tierckpt.format.store import StoreInfo
@@ -133,6 +134,7 @@ class Store:
             unsigned = build(self.chain)
             if unsigned is None:
                 return None
+            self._must_be_there()
             link = unsigned.sign(key)
             introduces = isinstance(link.body, KeyLink) and link.body.introduces == key.public
             if self.chain.links and key.public not in self.chain.keys and not introduces:
@@ -148,6 +150,24 @@ class Store:
             if self.chain.links[link.number].digest == link.digest:
                 return link
         raise StoreError(f"{self.url}: others publish without end; gave up after {_RACES} attempts")
+
+    def _must_be_there(self) -> None:
+        """Raise unless the newest link that was read is still what the place has: else a link after it would lead nowhere."""
+        if self.place.size(paths.STORE) is None:
+            raise IntegrityError(
+                f"{self.url}: {paths.STORE} is gone: the store was removed or replaced under this process"
+            )
+        head = self.chain.head
+        if head is not None:
+            try:
+                found = link_digest(self.place.read(paths.link(head.number), _DOCUMENT_LIMIT))
+            except FileNotFoundError:
+                found = "nothing"
+            if found != head.digest:
+                raise IntegrityError(
+                    f"{self.url}/{paths.link(head.number)} is not the link that was there before: the store was removed or "
+                    "replaced under this process"
+                )
 
     def must_hold(self, run: str | None) -> None:
         """Raise StoreError when the store is another run's than ``run`` (None: any)."""

@@ -1,0 +1,326 @@
+"""What was broken once by hard use: states that make temporaries, saves in flight, threads, forks, roots that vanish."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tierckpt
+from tests.harness import run_ranks
+from tierckpt import Checkpointer, Disk, IntegrityError, LayoutError, StateError, StepExistsError, StoreError
+from tierckpt.tiers.disk import DiskPlace
+
+
+class _Shadow:
+    """Its state_dict() makes new tensors each time."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.full((5000,), value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"shadow": self.value * 2}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["shadow"] / 2
+
+
+def test_tensors_that_live_only_for_the_save(tmp_path: Path) -> None:
+    array = np.arange(5000.0)
+    array.setflags(write=False)
+    state = {"a": _Shadow(1), "b": _Shadow(2), "array": array, "turned": np.arange(6000.0)[::-1]}
+    tierckpt.save(state, tmp_path / "s", step=1)
+    found = tierckpt.read(tmp_path / "s")
+    assert (found["a"]["shadow"] == 2).all() and (found["b"]["shadow"] == 4).all()
+    assert np.array_equal(found["array"], array) and np.array_equal(found["turned"], state["turned"])
+
+
+def test_a_restore_waits_for_saves_in_flight(tmp_path: Path) -> None:
+    for attempt in range(5):
+        root = tmp_path / f"s{attempt}"
+        state = {"w": torch.zeros(300_000)}
+        with Checkpointer(root, agent="off") as ckpt:
+            ckpt.save(0, state).wait()
+            handles = []
+            for step in (1, 2, 3):
+                state["w"].fill_(step)
+                handles.append(ckpt.save(step, state))
+            info = ckpt.restore(state, step=0)
+            assert info is not None and info.step == 0 and not state["w"].any()
+            assert [handle.wait().generation for handle in handles] == [1, 1, 1]  # type: ignore[union-attr]
+            state["w"].fill_(10)
+            ckpt.save(1, state).wait()  # the same step again, in the new generation
+        assert tierckpt.verify(root, every=True).ok
+        assert tierckpt.load(state, root).step == 1 and (state["w"] == 10).all()
+
+
+def _damage(root: Path, step: int, offset: int) -> None:
+    shard = root / f"g0001/s{step:012d}/shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[offset] ^= 1
+    shard.write_bytes(data)
+
+
+def test_falling_back_never_mixes_two_checkpoints(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    big = 3 << 20
+    tierckpt.save({"w": torch.zeros(big)}, root, step=0)
+    tierckpt.save({"w": torch.ones(big), "a": torch.ones(1)}, root, step=1)
+    _damage(root, 1, 9 << 20)
+    state = {"w": torch.full((big,), -1.0), "a": torch.full((1,), -1.0)}
+    for strict in (True, False):
+        with pytest.raises(tierckpt.TierckptError, match="undefined"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tierckpt.load(state, root, strict=strict)
+    kept = {"w": torch.full((big,), -1.0), "a": torch.full((1,), -1.0)}
+    with pytest.warns(RuntimeWarning, match="step 1"):
+        tierckpt.load(kept, root, strict=False, staged=True)
+    assert not kept["w"].any() and kept["a"].item() == -1
+
+
+def test_memory_that_two_names_share_takes_no_two_values(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    tierckpt.save({"a": torch.tensor([1.0, 1, 1, 1]), "b": torch.tensor([2.0, 2, 2, 2])}, root, step=1)
+    shared = torch.zeros(6)
+    for state in ({"a": shared[:4], "b": shared[:4]}, {"a": shared[:4], "b": shared[2:]}):
+        with pytest.raises(LayoutError, match="share memory"):
+            tierckpt.load(state, root)
+    same = torch.tensor([1.0, 1, 1, 1])
+    tierckpt.save({"a": same, "b": same.clone()}, root, step=2)
+    tied = torch.zeros(4)
+    tierckpt.load({"a": tied, "b": tied}, root)
+    assert tied.tolist() == [1, 1, 1, 1]
+    base = torch.zeros(4, 2)
+    tierckpt.load({"a": base[:, 0], "b": base[:, 1]}, root, step=1)  # side by side, not the same
+    assert base.tolist() == [[1, 2]] * 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (torch.tensor([-1]), torch.uint64),
+        (torch.tensor([2**63], dtype=torch.uint64), torch.int64),
+        (torch.tensor([300]), torch.int8),
+        (torch.tensor([0.5]), torch.int64),
+        (torch.tensor([float("nan")]), torch.int64),
+        (torch.tensor([1 + 2j]), torch.float32),
+    ],
+)
+def test_casts_that_lose_are_refused(tmp_path: Path, saved: torch.Tensor, wanted: torch.dtype) -> None:
+    tierckpt.save({"x": saved}, tmp_path / "s", step=1)
+    with pytest.raises(LayoutError, match="cannot hold"):
+        tierckpt.load({"x": torch.zeros(1, dtype=wanted)}, tmp_path / "s", cast=True)
+
+
+class _Key(enum.IntEnum):
+    A = 1
+
+
+@pytest.mark.parametrize("key", [_Key.A, float("nan"), (1, float("nan")), np.int64(3)])
+def test_keys_that_would_not_come_back_are_refused(tmp_path: Path, key: Any) -> None:
+    with pytest.raises(StateError, match="cannot name tensors"):
+        tierckpt.save({"heads": {key: torch.ones(1)}}, tmp_path / "s", step=1)
+    assert tierckpt.latest(tmp_path / "s") is None
+
+
+def test_metadata_has_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="metadata of"):
+        tierckpt.save({"w": torch.ones(1)}, tmp_path / "s", step=1, metadata="x" * (2 << 20))
+
+
+_FORGOTTEN = """
+import sys, torch
+from tierckpt import Checkpointer
+def main():
+    ckpt = Checkpointer(sys.argv[1], agent="off")
+    for step in range(3):
+        ckpt.save(step, {"w": torch.full((2_000_000,), float(step))})
+main()
+"""
+
+
+def test_a_checkpointer_that_is_forgotten_finishes_its_saves(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _FORGOTTEN, str(tmp_path / "s")], check=True, timeout=50)
+    assert tierckpt.steps(tmp_path / "s") == [0, 1, 2]
+
+
+def test_forgotten_checkpointers_give_their_threads_back(tmp_path: Path) -> None:
+    def one(number: int) -> threading.Thread:
+        ckpt = Checkpointer(tmp_path / f"s{number}", agent="off")
+        ckpt.save(0, {"w": torch.ones(1)}).wait()
+        thread = ckpt._drain._thread
+        assert thread is not None
+        return thread
+
+    threads = [one(number) for number in range(5)]
+    gc.collect()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_root_that_was_removed_or_replaced_takes_no_more_saves(tmp_path: Path) -> None:
+    root, older = tmp_path / "s", tmp_path / "older"
+    state = {"w": torch.ones(1)}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        shutil.copytree(root, older)
+        ckpt.save(1, state).wait()
+        shutil.rmtree(root)
+        shutil.copytree(older, root)
+        with pytest.raises(IntegrityError, match="removed or replaced"):
+            ckpt.save(2, state).wait()
+    with pytest.raises(tierckpt.UntrustedError, match="rolled back"):
+        tierckpt.load(state, root)
+    with Checkpointer(tmp_path / "t", agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        shutil.rmtree(tmp_path / "t")
+        (tmp_path / "t").mkdir()
+        with pytest.raises(IntegrityError, match="removed or replaced"):
+            ckpt.save(1, state).wait()
+
+
+def test_threads_may_save_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(number, 12, 4):
+                tierckpt.save({"w": torch.full((1000,), float(step))}, root, step=step)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert tierckpt.steps(root) == list(range(12)) and tierckpt.verify(root, every=True).ok
+
+
+def _save_in_child(root: str) -> None:
+    tierckpt.save({"w": torch.full((3,), 7.0)}, root, step=7)
+
+
+def test_a_forked_child_saves_by_itself(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    tierckpt.save({"w": torch.ones(3)}, root, step=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = multiprocessing.get_context("fork").Process(target=_save_in_child, args=(str(root),))
+        child.start()
+    child.join(40)
+    assert child.exitcode == 0
+    assert tierckpt.read(root)["w"].tolist() == [7, 7, 7]
+
+
+def test_a_step_that_failed_may_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.ones(3)}
+    with Checkpointer(tmp_path / "s", agent="off", tiers=[Disk(every=10)]) as ckpt:
+        ckpt.save(0, state).wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(DiskPlace, "writer", _refuse)
+            with pytest.raises(StoreError, match="no more"):
+                ckpt.save(10, state).wait()
+        ckpt.save(10, state).wait()
+        with pytest.raises(StepExistsError):
+            ckpt.save(10, state)
+    assert tierckpt.steps(tmp_path / "s") == [0, 10]
+
+
+def _refuse(*_: object) -> Any:
+    raise StoreError("no more")
+
+
+def test_optimizer_state_made_while_loading_is_of_use_afterwards(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    tierckpt.save({"m": model, "o": optimizer}, tmp_path / "s", step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    with torch.inference_mode():
+        tierckpt.load({"m": model, "o": fresh}, tmp_path / "s")
+    model(torch.ones(2)).sum().backward()
+    fresh.step()
+
+
+def _failures_on_all(rank: int, root: str) -> list[int]:
+    """The steps in whose call this rank raised."""
+    raised = []
+    state = {"w": torch.ones(3)}
+    with Checkpointer(root, agent="off", on_error="raise") as ckpt:
+        for step in range(8):
+            failing = rank == 0 and step in (2, 5)
+            original = DiskPlace.writer
+            if failing:
+                DiskPlace.writer = _refuse  # type: ignore[method-assign]
+            try:
+                handle = ckpt.save(step, state)
+                handle._ended.wait()
+            except StoreError:
+                raised.append(step)
+            finally:
+                DiskPlace.writer = original  # type: ignore[method-assign]
+    return raised
+
+
+def test_all_ranks_raise_in_the_same_call(tmp_path: Path) -> None:
+    first, second = run_ranks(_failures_on_all, 2, str(tmp_path / "s"))
+    assert first == second == [3, 6]
+
+
+def _before_and_after(rank: int, root: str) -> list[int]:
+    found = []
+    if rank == 0:
+        found.append(tierckpt.save({"w": torch.ones(2)}, f"{root}/s", step=1).world)
+    dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=2)
+    found.append(tierckpt.save({"w": torch.ones(2)}, f"{root}/s", step=2).world)
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_that_saved_alone_before_save_together(tmp_path: Path) -> None:
+    assert run_ranks(_before_and_after, 2, str(tmp_path), group=False) == [[1, 2], [2]]
+
+
+def _interrupted(rank: int, root: str) -> list[str]:
+    """A rank that is interrupted between agreeing and handing over must not put its drain out of step."""
+    said = []
+    state = {"w": torch.full((3,), 1.0)}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        stage = ckpt._stage
+
+        def interrupted(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        if rank == 1:
+            ckpt._stage = interrupted  # type: ignore[method-assign]
+        try:
+            ckpt.save(1, state).wait()
+        except (KeyboardInterrupt, StoreError) as error:
+            said.append(type(error).__name__)
+        ckpt._stage = stage  # type: ignore[method-assign]
+        ckpt.save(2, state).wait()
+    return said
+
+
+def test_an_interrupt_on_one_rank_costs_that_save_only(tmp_path: Path) -> None:
+    assert run_ranks(_interrupted, 2, str(tmp_path / "s")) == [["StoreError"], ["KeyboardInterrupt"]]
+    assert tierckpt.steps(tmp_path / "s") == [0, 2]
+    assert tierckpt.verify(tmp_path / "s", every=True).ok
