@@ -351,7 +351,7 @@ class Checkpointer:
         def choose(chain: Chain) -> CheckpointRef | None:
             if chosen or self._fresh:
                 return ref
-            if chain.newest is not None and unread is not None and unread <= chain.newest.step:
+            if chain.newest is not None and unread is not None and unread < chain.newest.step:
                 warn(
                     f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
                     "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
