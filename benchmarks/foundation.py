@@ -61,11 +61,10 @@ class Bench:
 
     # Saving: each returns a function to undo it
 
-    def raw_write(self, nbytes: int) -> Path:
+    def raw_write(self, source: _native.Buffer) -> Path:
         """The same bytes, from as many threads, into a new file, O_DIRECT, fsync: what the disk can do."""
         path = self.folder("raw")
-        buffer = _native.Buffer(CHUNK, populate=True)
-        memoryview(buffer)[:] = os.urandom(CHUNK)
+        view, nbytes = memoryview(source), source.nbytes
         folder = os.open(self.root, os.O_RDONLY)
         fd, _ = _native.open_direct(folder, path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         chunks = iter(range(0, nbytes, CHUNK))
@@ -77,7 +76,7 @@ class Bench:
                     offset = next(chunks, None)
                 if offset is None:
                     return
-                _native.write_at(fd, buffer, offset)
+                _native.write_at(fd, view[offset : offset + CHUNK], offset)
 
         _threads(work)
         os.fsync(fd)
@@ -147,6 +146,17 @@ class Bench:
     def safetensors_load(self, path: Path, state: State) -> None:
         for name, tensor in load_file(path).items():
             state[name].copy_(tensor)
+
+
+def packed(state: State) -> _native.Buffer:
+    """The bytes of a state one after the other, up to the next page."""
+    nbytes = size_of(state)
+    buffer = _native.Buffer(-(-nbytes // 4096) * 4096, populate=True)
+    view, at = memoryview(buffer), 0
+    for tensor in state.values():
+        view[at : at + tensor.nbytes] = memoryview(tensor.numpy().data).cast("B")
+        at += tensor.nbytes
+    return buffer
 
 
 def blake3_all_cores(state: State) -> None:
@@ -234,10 +244,11 @@ class Row:
 def saves(bench: Bench, title: str, state: State, rounds: int) -> tuple[Row, dict[str, Path]]:
     """Durable saves of a state; the last files of each contender are kept."""
     nbytes = size_of(state)
+    source = packed(state)
     row = Row(f"durable save, {title}", nbytes)
     kept: dict[str, Path] = {}
     contenders: dict[str, Callable[[], Path]] = {
-        "raw": lambda: bench.raw_write(nbytes),
+        "raw": lambda: bench.raw_write(source),
         "tierckpt": lambda: bench.tierckpt_save(state),
         "dcp": lambda: bench.dcp_save(state),
         "torch": lambda: bench.torch_save(state),
