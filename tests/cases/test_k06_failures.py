@@ -88,8 +88,7 @@ def test_c25_a_functional_async_save_that_failed_is_told_of_too(tmp_path: Path) 
     tierckpt.save(state(1), tmp_path, 1)
     undo = on_write(fails_for(2, errno.EIO))
     handle = tierckpt.async_save(state(2), tmp_path, 2)
-    while not handle.error:
-        time.sleep(0.001)
+    assert handle._ended.wait(50) and handle.error is not None
     undo()
     with pytest.warns(RuntimeWarning, match="step 2 failed"):
         tierckpt.save(state(3), tmp_path, 3)

@@ -8,7 +8,7 @@ from typing import Any
 from tierckpt.errors import IntegrityError
 from tierckpt.format import values
 from tierckpt.format.canonical import JSON
-from tierckpt.format.foreign import Malformed, check_array, decode_base64
+from tierckpt.format.foreign import Malformed, check_array, decode_base64, expect_array, expect_string
 
 _SHOWN_BITS = 4096  # of integers shown in decimal; Python refuses to convert much larger ones
 
@@ -32,16 +32,16 @@ def _plain(encoded: JSON, depth: int, what: str) -> Any:
     values.check_tag(encoded, depth)
     tag: Any = encoded[0]
     if tag in ("list", "tuple", "set", "frozenset"):
-        return [_plain(item, depth + 2, what) for item in _array(encoded[1])]
+        return [_plain(item, depth + 2, what) for item in expect_array(encoded[1])]
     if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
-        return _mapping([_array(pair) for pair in _array(encoded[1])], depth, what)
+        return _mapping([expect_array(pair) for pair in expect_array(encoded[1])], depth, what)
     if tag == "enum":
         return _plain(encoded[3], depth + 1, what)
     if tag == "namedtuple":
-        fields, items = map(_array, encoded[2:])
+        fields, items = map(expect_array, encoded[2:])
         if len(fields) != len(items):
             raise Malformed("a named tuple needs a value for each field")
-        return {_string(key): _plain(item, depth + 2, what) for key, item in zip(fields, items, strict=True)}
+        return {expect_string(key): _plain(item, depth + 2, what) for key, item in zip(fields, items, strict=True)}
     if tag in ("numpy", "ndarray"):
         shape = [] if tag == "numpy" else encoded[2]
         check_array(encoded[1], shape, encoded[-1])
@@ -50,9 +50,9 @@ def _plain(encoded: JSON, depth: int, what: str) -> Any:
         decode_base64(encoded[1])
         return {tag: encoded[1]}
     if tag in ("torch.dtype", "torch.device"):
-        return {tag: _string(encoded[1])}
+        return {tag: expect_string(encoded[1])}
     if tag == "torch.Size":
-        if any(type(length) is not int for length in _array(encoded[1])):
+        if any(type(length) is not int for length in expect_array(encoded[1])):
             raise Malformed("the lengths of a torch.Size are integers")
         return {tag: encoded[1]}
     value = values.decode(encoded, what=what)  # needs neither torch nor numpy
@@ -68,15 +68,3 @@ def _mapping(pairs: list[list[JSON]], depth: int, what: str) -> Any:
     if all(type(key) is str for key, _ in pairs):
         return dict(plain)
     return plain
-
-
-def _string(value: JSON) -> str:
-    if type(value) is not str:
-        raise Malformed(f"expected a string, found {value!r:.60}")
-    return value
-
-
-def _array(value: JSON) -> list[JSON]:
-    if type(value) is not list:
-        raise Malformed(f"expected an array, found {value!r:.60}")
-    return value

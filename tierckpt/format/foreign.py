@@ -168,3 +168,17 @@ def _package(name: str) -> Any:
     except ImportError:
         raise StateError(f"a value that belongs to {name} needs it: pip install {name}") from None
     return module
+
+
+def expect_string(value: JSON) -> str:
+    """``value`` if it is a string. Raises ``Malformed``."""
+    if type(value) is not str:
+        raise Malformed(f"expected a string, found {value!r:.60}")
+    return value
+
+
+def expect_array(value: JSON) -> list[JSON]:
+    """``value`` if it is an array. Raises ``Malformed``."""
+    if type(value) is not list:
+        raise Malformed(f"expected an array, found {value!r:.60}")
+    return value

@@ -20,7 +20,7 @@ from typing import Any
 from tierckpt.errors import IntegrityError, StateError
 from tierckpt.format import canonical, foreign
 from tierckpt.format.canonical import JSON, MAX_INTEGER
-from tierckpt.format.foreign import Malformed, Refused
+from tierckpt.format.foreign import Malformed, Refused, expect_array, expect_string
 
 DEPTH_LIMIT = 256
 """Nested arrays of one encoded value. A list takes two of them, a dict three."""
@@ -221,26 +221,14 @@ def check_tag(encoded: list[JSON], depth: int) -> Callable[[Any, Any, int], Any]
     return found[1]
 
 
-def _string(value: JSON) -> str:
-    if type(value) is not str:
-        raise Malformed(f"expected a string, found {value!r:.60}")
-    return value
-
-
-def _array(value: JSON) -> list[JSON]:
-    if type(value) is not list:
-        raise Malformed(f"expected an array, found {value!r:.60}")
-    return value
-
-
 def _decode_int(encoded: list[JSON], template: object, depth: int) -> Any:
-    text = _string(encoded[1])
+    text = expect_string(encoded[1])
     value = int(text, 16) if re.fullmatch(r"-?[0-9a-f]+", text) else 0
     return _same(value, _integer(value), encoded)
 
 
 def _decode_float(encoded: list[JSON], template: object, depth: int) -> Any:
-    text = _string(encoded[1])
+    text = expect_string(encoded[1])
     bits = re.fullmatch(r"nan:([0-9a-f]{16})", text)
     value = math.nan
     if bits or text == "nan":
@@ -282,7 +270,7 @@ def _decode_items(items: list[JSON], template: object, depth: int) -> list[Any]:
 
 
 def _decode_list(encoded: list[JSON], template: object, depth: int) -> list[Any]:
-    return _decode_items(_array(encoded[1]), template, depth + 2)
+    return _decode_items(expect_array(encoded[1]), template, depth + 2)
 
 
 def _decode_tuple(encoded: list[JSON], template: object, depth: int) -> tuple[Any, ...]:
@@ -290,7 +278,7 @@ def _decode_tuple(encoded: list[JSON], template: object, depth: int) -> tuple[An
 
 
 def _decode_set(encoded: list[JSON], template: object, depth: int) -> set[Any] | frozenset[Any]:
-    items = _array(encoded[1])
+    items = expect_array(encoded[1])
     order = [canonical.encode(item) for item in items]
     if order != sorted(order):
         raise Malformed("the items of a set are not in order")
@@ -306,12 +294,12 @@ def _decode_set(encoded: list[JSON], template: object, depth: int) -> set[Any] |
 
 
 def _decode_mapping(encoded: list[JSON], template: object, depth: int) -> dict[Any, Any]:
-    pairs = [_array(pair) for pair in _array(encoded[1])]
+    pairs = [expect_array(pair) for pair in expect_array(encoded[1])]
     if any(len(pair) != 2 for pair in pairs):
         raise Malformed("an item of a dict is not a pair")
     likes: Mapping[Any, Any] = template if isinstance(template, dict) else {}
     live_keys = _by_encoding(likes, [pair[0] for pair in pairs])
-    found = _empty(_string(encoded[0]), template)
+    found = _empty(expect_string(encoded[0]), template)
     for written, item in pairs:
         live = live_keys.get(canonical.encode(written)) if live_keys else None
         key = _key(written, depth + 3) if live is None else live
@@ -363,10 +351,10 @@ def _collision(written: list[JSON]) -> Exception:
 
 
 def _decode_enum(encoded: list[JSON], template: object, depth: int) -> Any:
-    stored, name, written = _string(encoded[1]), encoded[2], encoded[3]
+    stored, name, written = expect_string(encoded[1]), encoded[2], encoded[3]
     value = _decode(written, None, depth + 1)
     if name is not None:
-        _string(name)
+        expect_string(name)
     if not isinstance(template, Enum):
         return value
     kind = type(template)
@@ -382,8 +370,8 @@ def _decode_enum(encoded: list[JSON], template: object, depth: int) -> Any:
 
 
 def _decode_namedtuple(encoded: list[JSON], template: object, depth: int) -> tuple[Any, ...]:
-    _string(encoded[1])
-    fields, items = [_string(field) for field in _array(encoded[2])], _array(encoded[3])
+    expect_string(encoded[1])
+    fields, items = [expect_string(field) for field in expect_array(encoded[2])], expect_array(encoded[3])
     if len(fields) != len(items):
         raise Malformed(f"a named tuple of {len(fields)} fields has {len(items)} values")
     kind: Any = type(template)
@@ -394,8 +382,8 @@ def _decode_namedtuple(encoded: list[JSON], template: object, depth: int) -> tup
 
 
 def _decode_clock(encoded: list[JSON], template: object, depth: int) -> Any:
-    tag, text = encoded[0], _string(encoded[1])
-    kind: Any = {"datetime": datetime, "time": time, "date": date}[_string(tag)]
+    tag, text = encoded[0], expect_string(encoded[1])
+    kind: Any = {"datetime": datetime, "time": time, "date": date}[expect_string(tag)]
     try:
         value = kind.fromisoformat(text)
     except ValueError:
