@@ -23,6 +23,7 @@ from tests.geometry.memory import ALL_DTYPES, Local, at, numbers
 from tierckpt.format import blob, shard, values
 from tierckpt.format.boxes import Box, flat_range, whole
 from tierckpt.format.layout import Layout
+from tierckpt.format.placement import Placement
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.state.layout import Described, Describer, destination
 from tierckpt.state.marks import PerRank, Pieces
@@ -336,7 +337,7 @@ class Rank:
             wanted.append(Wanted(index, [destination(box, tensor, name=name) for box, tensor in one.pieces]))
         for rank, read in plan(layout, wanted).items():
             data = stored.shards[rank]
-            table, pointers = read.table(layout, entries(layout, rank, data))
+            table, pointers = read.table(Placement.of(layout, header(layout, rank, data)))
             for lo, hi in _ranges(rng, len(data)):
                 table.scatter(pointers, lo, hi, memoryview(data)[lo:hi])
         for want in wanted:
@@ -344,8 +345,8 @@ class Rank:
                 place.finish()
 
 
-def entries(layout: Layout, rank: int, data: bytes) -> tuple[shard.Entry, ...]:
-    """Those of a shard, after checking its header as readers do."""
+def header(layout: Layout, rank: int, data: bytes) -> shard.Header:
+    """That of a shard, checked as readers do."""
     name = f"shard {rank}"
     size = shard.header_size(data[:8], name=name, size=len(data))
     return shard.check(
@@ -453,5 +454,5 @@ def _pruned(node: Any, kept: dict[int, torch.Tensor]) -> Any:
 def stored_bytes(stored: Stored) -> int:
     """Bytes of all pieces, without headers and blobs."""
     layout = Layout.decode(stored.layout, what="layout")
-    found = [entry for rank, data in stored.shards.items() for entry in entries(layout, rank, data)]
+    found = [entry for rank, data in stored.shards.items() for entry in header(layout, rank, data).entries]
     return sum(entry.nbytes for entry in found if entry.dtype is not None)

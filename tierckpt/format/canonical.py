@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NoReturn, TypeAlias
 
 from tierckpt.errors import IntegrityError
@@ -38,28 +38,23 @@ def encode(value: JSON) -> bytes:
 
 
 def _check(value: JSON) -> None:
-    """Refuse values outside the subset, working on whole containers rather than items where possible."""
-    pending: list[Iterable[JSON]] = [[value]]
-    while pending:
-        items = pending.pop()
-        kinds = set(map(type, items))
+    """Refuse values outside the subset, level by level: a large document has few levels and many items."""
+    level: list[JSON] = [value]
+    while level:
+        kinds = set(map(type, level))
         if int in kinds:
-            for item in items:
+            for item in level:
                 if type(item) is int and not -MAX_INTEGER <= item <= MAX_INTEGER:
                     raise ValueError(f"integer {item:#x} is not below 2^53 in magnitude")
         kinds -= _LEAVES
-        if not kinds:
-            continue
         if not kinds <= {list, dict}:
             raise TypeError(f"not JSON: {', '.join(sorted(kind.__name__ for kind in kinds - {list, dict}))}")
-        for item in items:
-            if type(item) is list:
-                pending.append(item)
-            elif type(item) is dict:
-                for key in item:
-                    if type(key) is not str or not key.isascii():
-                        raise ValueError(f"object key {key!r} is not an ASCII string")
-                pending.append(item.values())
+        objects = [item for item in level if type(item) is dict] if dict in kinds else []
+        for key in chain.from_iterable(objects):
+            if type(key) is not str or not key.isascii():
+                raise ValueError(f"object key {key!r} is not an ASCII string")
+        arrays = [item for item in level if type(item) is list] if list in kinds else []
+        level = [*chain.from_iterable(arrays), *chain.from_iterable([each.values() for each in objects])]
 
 
 def decode(data: bytes, *, what: str, depth: int = DEPTH_LIMIT, limit: int = SIZE_LIMIT) -> JSON:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, chain, compress, pairwise
 from math import prod
+from operator import lt
 from typing import NamedTuple
 
 from tierckpt.errors import IntegrityError
@@ -24,6 +25,8 @@ from tierckpt.format.layout_plan import Plan, Ranges, Tree
 KIND = "layout 1"
 LISTED = 2**32 - 1
 """In the column ``cuts``: this tensor's pieces are listed."""
+
+_RESERVED = frozenset({"~values", "__metadata__"})
 
 ELEMENTS_LIMIT = 1 << 60
 """Elements of a tensor; bytes then fit into 64 bits."""
@@ -114,41 +117,41 @@ class Layout:
     def build(world: int, entries: Iterable[Entry], trees: Sequence[Tree], blobs: Ranges) -> Layout:
         """The layout of these tensors, in ascending order of the UTF-8 bytes of their names."""
         entries = list(entries)
-        index = {entry.name: i for i, entry in enumerate(entries)}
-        dtypes: dict[str, int] = {}
+        names = [entry.name for entry in entries]
+        shapes = [entry.shape for entry in entries]
+        aliased = [i for i, entry in enumerate(entries) if entry.alias is not None]
+        index = {name: i for i, name in enumerate(names)} if aliased else {}
+        targets = array("I", range(len(entries)))
+        for i in aliased:
+            targets[i] = index[entries[i].alias or ""]
+        own = [entry.cut for entry in entries]
+        of = own if not aliased else [own[target] for target in targets]
+        # Cuts by identity first: large meshes are slow to compare.
         cuts: dict[Cut, int] = {}
-        known: dict[int, int] = {}  # by identity: large meshes are slow to compare
+        known = {
+            key: LISTED if cut is None else cuts.setdefault(cut, len(cuts))
+            for key, cut in {id(cut): cut for cut in of}.items()
+        }
+        dtypes = {kind: i for i, kind in enumerate(dict.fromkeys([entry.dtype for entry in entries]))}
         numbers = {name: array("B" if d == "U8" else "I" if d == "U32" else "q") for name, d in COLUMNS.items()}
-        ends, shapes = numbers["name_ends"], numbers["shapes"]
-        names: list[bytes] = []
-        end = 0
+        texts = [name.encode() for name in names]
+        numbers["names"].frombytes(b"".join(texts))
+        numbers["name_ends"].extend(accumulate(map(len, texts)))
+        numbers["shapes"].extend(chain.from_iterable(shapes))
+        numbers["ndims"].extend(map(len, shapes))
+        numbers["dtypes"].extend([dtypes[entry.dtype] for entry in entries])
+        numbers["aliases"] = targets
+        numbers["cuts"].extend([known[id(cut)] for cut in of])
+        gridded = [entry.alias is None and entry.cut is not None for entry in entries]
+        numbers["writers"].extend([e.writer if cut else 0 for e, cut in zip(entries, gridded, strict=True)])
+        numbers["splits"].extend([e.split if cut else 1 for e, cut in zip(entries, gridded, strict=True)])
         for i, entry in enumerate(entries):
-            source = entry if entry.alias is None else entries[index[entry.alias]]
-            name = entry.name.encode()
-            names.append(name)
-            end += len(name)
-            ends.append(end)
-            shapes.extend(entry.shape)
-            numbers["ndims"].append(len(entry.shape))
-            numbers["dtypes"].append(dtypes.setdefault(entry.dtype, len(dtypes)))
-            numbers["aliases"].append(i if entry.alias is None else index[entry.alias])
-            if source.cut is None:
-                number = LISTED
-            else:
-                found = known.get(id(source.cut))
-                number = cuts.setdefault(source.cut, len(cuts)) if found is None else found
-                known[id(source.cut)] = number
-            numbers["cuts"].append(number)
-            plain = entry.alias is not None or entry.cut is None
-            numbers["writers"].append(0 if plain else entry.writer)
-            numbers["splits"].append(1 if plain else entry.split)
-            if source is entry and entry.cut is None:
+            if entry.alias is None and entry.cut is None:
                 for rank, box in sorted(entry.pieces, key=lambda piece: (piece[1].offset, piece[0])):
                     numbers["piece_tensors"].append(i)
                     numbers["piece_ranks"].append(rank)
                     numbers["piece_offsets"].extend(box.offset)
                     numbers["piece_sizes"].extend(box.size)
-        numbers["names"].frombytes(b"".join(names))
         return Layout(world, list(dtypes), list(cuts), trees, blobs, numbers)
 
     @cached_property
@@ -190,40 +193,48 @@ class Layout:
         """Number of tensors, aliases included."""
         return len(self._ends)
 
-    def name(self, i: int) -> str:
-        return self._name(i).decode()
+    @cached_property
+    def names(self) -> list[str]:
+        """All names, in order."""
+        return [self._names[start:end].decode() for start, end in pairwise([0, *self._ends])]
 
-    def _name(self, i: int) -> bytes:
-        return self._names[self._ends[i - 1] if i else 0 : self._ends[i]]
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """All global shapes."""
+        shapes = self._shapes
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        return [known.setdefault(shape := tuple(shapes[a:b]), shape) for a, b in pairwise(self._starts)]
+
+    def name(self, i: int) -> str:
+        return self.names[i]
 
     def __iter__(self) -> Iterator[str]:
         """All names, in order."""
-        start = 0
-        for end in self._ends:
-            yield self._names[start:end].decode()
-            start = end
+        return iter(self.names)
 
     def index(self, name: str) -> int | None:
         """The number of the tensor with this name; None if there is none."""
-        wanted = name.encode()
-        lo, hi = 0, len(self._ends)
-        while lo < hi:
-            mid = (lo + hi) // 2
-            if self._name(mid) < wanted:
-                lo = mid + 1
-            else:
-                hi = mid
-        return lo if lo < len(self._ends) and self._name(lo) == wanted else None
+        return self.numbers.get(name)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The numbers of all tensors, by name."""
+        return {name: i for i, name in enumerate(self.names)}
 
     def dtype(self, i: int) -> str:
         return self.dtypes[self._dtype_of[i]]
 
     def shape(self, i: int) -> tuple[int, ...]:
-        return tuple(self._shapes[self._starts[i] : self._starts[i + 1]])
+        return self.shapes[i]
 
     def tensor(self, i: int) -> tuple[str, str, tuple[int, ...]]:
         """(name, dtype, global shape)."""
         return self.name(i), self.dtype(i), self.shape(i)
+
+    @property
+    def aliases(self) -> Sequence[int]:
+        """For each tensor the one whose bytes it shares, or its own number."""
+        return self._aliases
 
     def alias(self, i: int) -> int:
         """The tensor whose bytes tensor ``i`` shares; ``i`` itself when it has its own."""
@@ -270,20 +281,26 @@ class Layout:
                     found.append(Stored(cut.rank(coordinate, (first + number) % cut.replicas), -1, some))
         return found
 
+    @cached_property
+    def homes(self) -> list[int]:
+        """For each tensor the rank that stores all of it as one piece; -1 if there is none, or if pieces are listed."""
+        known: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
+        found = []
+        for i, row in enumerate(zip(self._cut_of, self._first, self._splits, self.shapes, strict=True)):
+            home = known.get(row)
+            if home is None:
+                pieces = self.stored_pieces(i) if row[0] != LISTED else []
+                home = known[row] = pieces[0].rank if [p.box.size for p in pieces] == [row[3]] else -1
+            found.append(home)
+        return [found[target] for target in self._aliases]
+
     def rank_pieces(self, rank: int) -> Iterator[tuple[int, int, Box]]:
         """(tensor, k, box) of all pieces in the shard of ``rank``, by ascending tensor and k."""
         listed = self._listed_of(rank)
         at = 0
-        held: dict[tuple[int, tuple[int, ...]], Box] = {}
-        places = [cut.mesh.coordinate(rank) for cut in self.cuts]
-        numbers = [-1 if place is None else cut.replica(place) for cut, place in zip(self.cuts, places, strict=True)]
-        replicas = [cut.replicas for cut in self.cuts]
-        stop = self._starts[0]
-        rows = zip(self._aliases, self._cut_of, self._first, self._splits, self._numbers["ndims"], strict=True)
-        shapes = self._shapes
-        for i, (alias, number, first, split, ndim) in enumerate(rows):
-            start = stop
-            stop += ndim
+        held: dict[tuple[int, int, int, tuple[int, ...]], Box | None] = {}
+        rows = zip(self._aliases, self._cut_of, self._first, self._splits, self.shapes, strict=True)
+        for i, (alias, number, first, split, shape) in enumerate(rows):
             if alias != i:
                 continue
             if number == LISTED:
@@ -294,31 +311,35 @@ class Layout:
                     yield i, k if end - at > 1 else -1, box
                 at = end
                 continue
-            turn = numbers[number]
-            if turn < 0:
-                continue
-            turn = (turn - first) % replicas[number]
-            if turn >= split:
-                continue
-            shape = tuple(shapes[start:stop])
-            known = held.get((number, shape))
-            if known is None:
-                place = places[number]
-                assert place is not None
-                known = held[number, shape] = self.cuts[number].box(shape, place)
-            box = known
-            if split > 1:
-                some = part(box, turn, split)
-                if some is None and turn:
-                    continue
-                box = some or box
-            if 0 not in box.size:
-                yield i, -1, box
+            key = number, first, split, shape
+            if key not in held:
+                held[key] = self._stored(rank, *key)
+            known = held[key]
+            if known is not None:
+                yield i, -1, known
+
+    def _stored(self, rank: int, number: int, first: int, split: int, shape: tuple[int, ...]) -> Box | None:
+        """What ``rank`` stores of a tensor that is cut regularly; None if nothing."""
+        cut = self.cuts[number]
+        place = cut.mesh.coordinate(rank)
+        if place is None:
+            return None
+        turn = (cut.replica(place) - first) % cut.replicas
+        if turn >= split:
+            return None
+        box = cut.box(shape, place)
+        if split > 1:
+            some = part(box, turn, split)
+            if some is None and turn:
+                return None
+            box = some or box
+        return None if 0 in box.size else box
 
     def shard_pieces(self, rank: int) -> Iterator[tuple[str, int, str, tuple[int, ...]]]:
         """(name, k, dtype, shape of the box) of the same pieces: what makes up the header of the shard."""
+        names, kinds = self.names, [self.dtypes[number] for number in self._dtype_of]
         for i, k, box in self.rank_pieces(rank):
-            yield self.name(i), k, self.dtype(i), box.size
+            yield names[i], k, kinds[i], box.size
 
     def _listed(self, i: int) -> list[Stored]:
         lo, hi = self._span(i)
@@ -427,12 +448,9 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all tensors, each once. Raises ``LayoutError`` for a dtype that this version does not know."""
         sizes = [shard.dtype(name).size for name in self.dtypes]
-        starts, shapes = self._starts, self._shapes
-        return sum(
-            prod(shapes[starts[i] : starts[i + 1]]) * sizes[kind]
-            for i, (kind, alias) in enumerate(zip(self._dtype_of, self._aliases, strict=True))
-            if alias == i
-        )
+        known = {shape: prod(shape) for shape in self.shapes}
+        rows = enumerate(zip(self._aliases, self._dtype_of, self.shapes, strict=True))
+        return sum([known[shape] * sizes[kind] for i, (alias, kind, shape) in rows if alias == i])
 
     def has_blob(self, rank: int) -> bool:
         return any(first <= rank <= last for first, last in self.blobs)
@@ -446,6 +464,8 @@ class Layout:
 
         Regular cuts do so by construction.
         """
+        if LISTED not in self._cut_of:
+            return
         for i, (alias, number) in enumerate(zip(self._aliases, self._cut_of, strict=True)):
             if alias == i and number == LISTED:
                 pieces = self._listed(i)
@@ -465,7 +485,7 @@ def _check_columns(numbers: dict[str, array[int]], plan: Plan, what: str) -> Non
         if len(numbers[name]) != count:
             raise IntegrityError(f"{what}: {len(numbers[name])} {name} for {count} tensors")
     ends = numbers["name_ends"]
-    if any(b <= a for a, b in pairwise([0, *ends])) or (ends[-1] if count else 0) != len(numbers["names"]):
+    if not all(map(lt, [0, *ends], ends)) or (ends[-1] if count else 0) != len(numbers["names"]):
         raise IntegrityError(f"{what}: name_ends are not where names end")
     if sum(numbers["ndims"]) != len(numbers["shapes"]) or min(numbers["shapes"], default=0) < 0:
         raise IntegrityError(f"{what}: shapes do not fit to ndims, or are negative")
@@ -497,23 +517,21 @@ def _check_columns(numbers: dict[str, array[int]], plan: Plan, what: str) -> Non
 
 def _check_tensors(layout: Layout, numbers: dict[str, array[int]], what: str) -> None:
     """Names, sizes and aliases of the tensors."""
-    before = b""
+    sizes: set[tuple[int, ...]] = set()
     try:
-        for i in range(len(layout)):
-            name = layout._name(i)
-            text = name.decode()
-            if name <= before or "#" in text or "\0" in text or text in ("~values", "__metadata__"):
-                raise IntegrityError(f"{what}: {text[:200]!r} is out of order, or not the name of a tensor")
-            before = name
+        names = layout.names
     except UnicodeDecodeError:
-        raise IntegrityError(f"{what}: the name of tensor {i} is not UTF-8") from None
-    stop = 0
-    for i, ndim in enumerate(numbers["ndims"]):
-        start, stop = stop, stop + ndim
-        elements = 1
-        for n in numbers["shapes"][start:stop]:
-            elements *= n or 1
-            if elements > ELEMENTS_LIMIT:
+        raise IntegrityError(f"{what}: the name of a tensor is not UTF-8") from None
+    if not all(map(lt, ["", *names], names)) or b"#" in layout._names or b"\0" in layout._names or _RESERVED & {*names}:
+        before = ""
+        for name in names:
+            if name <= before or "#" in name or "\0" in name or name in _RESERVED:
+                raise IntegrityError(f"{what}: {name[:200]!r} is out of order, or not the name of a tensor")
+            before = name
+    for i, shape in enumerate(layout.shapes):
+        if shape not in sizes:
+            sizes.add(shape)
+            if prod([n or 1 for n in shape]) > ELEMENTS_LIMIT:
                 raise IntegrityError(f"{what}: {layout.name(i)} has too many elements")
     for i, target in enumerate(numbers["aliases"]):
         if target == i:

@@ -28,7 +28,12 @@ def join(path: Sequence[Component]) -> str:
     """The name of the leaf at ``path``. Raises ``StateError`` for components that cannot be written."""
     if not path:
         return ROOT
-    return "/".join([_string(part) if type(part) is str else _other(part) for part in path])
+    return "/".join(map(component, path))
+
+
+def component(part: Component) -> str:
+    """One component as it stands in a name. Raises ``StateError`` if it cannot be written."""
+    return _string(part) if type(part) is str else _other(part)
 
 
 def split(name: str) -> tuple[Component, ...]:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.encoder import encode_basestring
+from operator import lt
 from typing import NamedTuple, NoReturn
 
 from tierckpt.errors import IntegrityError, LayoutError
@@ -68,6 +72,10 @@ def dtype(name: str) -> DType:
     return found
 
 
+Piece = tuple[str, int, str, tuple[int, ...]]
+"""Tensor, k (-1: the only piece of the tensor in this shard), logical dtype, shape of the box."""
+
+
 class Entry(NamedTuple):
     """One piece in a shard: ``nbytes`` bytes at ``offset`` from the start of the file.
 
@@ -86,15 +94,39 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a shard that is written. ``data`` is all of it, ``size`` the bytes of the whole shard."""
+    """The header of a shard that is written.
+
+    Attributes:
+        data: all of it.
+        pieces: in the order of the shard.
+        offsets: the bytes of the file at which they begin; the last one, where the blob begins or the shard ends.
+        blob: the capacity of the blob in bytes; None if there is none.
+    """
 
     data: bytes
-    entries: tuple[Entry, ...]
-    size: int
+    pieces: Sequence[Piece]
+    offsets: Sequence[int]
+    blob: int | None
 
     @property
     def header_size(self) -> int:
         return len(self.data)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole shard."""
+        return self.offsets[-1] + (self.blob or 0)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Of all pieces and of the blob."""
+        found = [
+            Entry(_name(tensor, k), tensor, k, kind, shape, at, end - at)
+            for (tensor, k, kind, shape), (at, end) in zip(self.pieces, pairwise(self.offsets), strict=True)
+        ]
+        if self.blob is not None:
+            found.append(Entry(blobs.NAME, blobs.NAME, -1, None, (self.blob,), self.offsets[-1], self.blob))
+        return tuple(found)
 
 
 class StoredEntry(NamedTuple):
@@ -129,10 +161,6 @@ class StoredHeader:
         return self.entries[-1] if self.entries[-1].name == blobs.NAME else None
 
 
-Piece = tuple[str, int, str, tuple[int, ...]]
-"""Tensor, k (-1: the only piece of the tensor in this shard), logical dtype, shape of the box."""
-
-
 def build(pieces: Iterable[Piece], *, layout: str, rank: int, blob: int | None) -> Header:
     """The header of the shard of ``rank`` that holds these pieces, given in any order, and a blob.
 
@@ -140,48 +168,64 @@ def build(pieces: Iterable[Piece], *, layout: str, rank: int, blob: int | None) 
     Raises ``LayoutError`` for dtypes that cannot be stored, pieces without elements, names that occur twice,
     a shard without bytes, and a header above the limit of safetensors.
     """
+    pieces = _ordered(list(pieces))
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     lines = [_metadata(layout, rank)]
-    entries: list[Entry] = []
+    offsets = array("q", [0])
     at = 0
-    dimensions: dict[tuple[int, ...], str] = {}
-    for tensor, k, kind, shape in sorted(pieces, key=_order):
-        size, stored = DTYPES[kind]
-        nbytes = math.prod(shape) * size
-        if nbytes <= 0:
-            raise LayoutError(f"{tensor}: a piece of shape {list(shape)} has no elements and is not stored")
-        name = tensor if k < 0 else f"{tensor}#{k}"
-        entries.append(Entry(name, tensor, k, kind, shape, at, nbytes))
-        shown = dimensions.get(shape)
-        if shown is None:
-            shown = dimensions[shape] = ",".join(map(str, shape))
-        if stored == "U8" and kind != "uint8":
-            shown = f"{shown},{size}" if shown else str(size)
-        lines.append(
-            f'{encode_basestring(name)}:{{"dtype":"{stored}","shape":[{shown}],"data_offsets":[{at},{at + nbytes}]}}'
-        )
-        at += nbytes
+    for tensor, k, kind, shape in pieces:
+        form = known.get((kind, shape))
+        if form is None:
+            form = known[kind, shape] = _form(tensor, kind, shape)
+        nbytes, shown = form
+        end = at + nbytes
+        lines.append(f"{encode_basestring(tensor if k < 0 else _name(tensor, k))}{shown}{at},{end}]}}")
+        offsets.append(end)
+        at = end
     if blob is not None:
         if blob != blobs.capacity(blob):
             raise LayoutError(f"a blob cannot have a capacity of {blob} bytes")
-        entries.append(Entry(blobs.NAME, blobs.NAME, -1, None, (blob,), at, blob))
         lines.append(f'"{blobs.NAME}":{{"dtype":"U8","shape":[{blob}],"data_offsets":[{at},{at + blob}]}}')
-        at += blob
-    if not entries:
+    if len(lines) == 1:
         raise LayoutError(f"rank {rank} stores nothing, so it has no shard")
-    if len({entry.name for entry in entries}) != len(entries):
-        raise LayoutError(f"the shard of rank {rank} holds two pieces of one name")
     data = _pad(("{" + ",".join(lines) + "}").encode("utf-8"))
     if len(data) - 8 > HEADER_LIMIT:
         raise LayoutError(
-            f"the header of the shard of rank {rank} would take {len(data) - 8} bytes for {len(entries)} "
+            f"the header of the shard of rank {rank} would take {len(data) - 8} bytes for {len(lines) - 1} "
             f"pieces, but at most {HEADER_LIMIT} are allowed; store fewer or larger tensors"
         )
     start = len(data)
-    return Header(data, tuple([entry._replace(offset=entry.offset + start) for entry in entries]), start + at)
+    return Header(data, pieces, array("q", [offset + start for offset in offsets]), blob)
 
 
-def _order(piece: Piece) -> tuple[int, bytes, int]:
-    return -dtype(piece[2]).size, piece[0].encode("utf-8"), piece[1]
+def _ordered(pieces: list[Piece]) -> list[Piece]:
+    """In the order of the shard: by descending size of the items, then by name and k."""
+    names = [piece[0] for piece in pieces]
+    # A layout gives them by name already, most often with one dtype: then nothing has to be sorted.
+    if not all(map(lt, names, names[1:])):
+        pieces = sorted(pieces, key=lambda piece: (piece[0].encode("utf-8"), piece[1]))
+        for one, other in pairwise(pieces):
+            if one[:2] == other[:2]:
+                raise LayoutError(f"{_name(*one[:2])}: the shard holds two pieces of one name")
+    sizes = {kind: dtype(kind).size for kind in {piece[2] for piece in pieces}}
+    if len(set(sizes.values())) > 1:
+        pieces = sorted(pieces, key=lambda piece: -sizes[piece[2]])
+    return pieces
+
+
+def _form(tensor: str, kind: str, shape: tuple[int, ...]) -> tuple[int, str]:
+    """Bytes of a piece, and what stands in its entry between its name and its offsets."""
+    size, stored = DTYPES[kind]
+    nbytes = math.prod(shape) * size
+    if nbytes <= 0:
+        raise LayoutError(f"{tensor}: a piece of shape {list(shape)} has no elements and is not stored")
+    as_bytes = (size,) if stored == "U8" and kind != "uint8" else ()
+    shown = ",".join(map(str, (*shape, *as_bytes)))
+    return nbytes, f':{{"dtype":"{stored}","shape":[{shown}],"data_offsets":['
+
+
+def _name(tensor: str, k: int) -> str:
+    return tensor if k < 0 else f"{tensor}#{k}"
 
 
 def _metadata(layout: str, rank: int) -> str:
@@ -300,10 +344,8 @@ _BLOB_CAPACITY = re.compile(
 )
 
 
-def check(
-    data: bytes, pieces: Iterable[Piece], *, layout: str, rank: int, blob: bool, name: str, size: int
-) -> tuple[Entry, ...]:
-    """The entries of a header that was read (all of it), if they are exactly these pieces, and a blob if ``blob``.
+def check(data: bytes, pieces: Iterable[Piece], *, layout: str, rank: int, blob: bool, name: str, size: int) -> Header:
+    """The header that was read (all of it), if its entries are exactly these pieces, and a blob if ``blob``.
 
     ``size``: bytes of the shard. Raises ``IntegrityError`` naming the shard and the first entry that differs.
     """
@@ -316,7 +358,7 @@ def check(
         if capacity is None or capacity == blobs.capacity(capacity):
             wanted = build(pieces, layout=layout, rank=rank, blob=capacity)
             if wanted.data == data and wanted.size == size:
-                return wanted.entries
+                return wanted
     _explain(parse(data, name=name, size=size), pieces, layout=layout, rank=rank, blob=blob, name=name)
     raise AssertionError("unreachable")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import le
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.restore.plan import Wanted, plan
+from tierckpt.restore.plan import Run, Wanted, add_runs, plan
 from tierckpt.restore.shards import Shards
-from tierckpt.state.layout import Describer, Destination, destination
+from tierckpt.state.layout import Describer, Destination, destination, is_dense
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.nodes import merge
 from tierckpt.state.spelling import dotted
@@ -99,7 +100,9 @@ class Attempt:
         self._what = f"step {ref.step} of {store.url}"
         self.manifest, self.layout = documents(group, store, ref, source)
         self._shards = Shards(group, store, self.manifest, self.layout)
+        self._describer = Describer(group.global_ranks)
         self._wanted: list[Wanted] = []
+        self._runs: dict[str, Run] = {}
         self._places: list[tuple[str, Destination]] = []
         self._values: dict[str, JSON] = {}
         self._per_rank: dict[str, JSON] = {}
@@ -174,27 +177,41 @@ class Attempt:
             raise LayoutError(f"{self._what} does not fit the state:{listed}{_hint(problems)}")
 
     def _find_places(self) -> None:
-        layout, numbers = self.layout, self._contents.numbers
-        describer = Describer(self._group.global_ranks)
-        rows: list[tuple[str, int, list[Part] | None, list[Destination]]] = []
+        layout, numbers, parts_of = self.layout, self._contents.numbers, self._target.view.parts
+        dtypes = {name: torch_dtype(name) for name in layout.dtypes}
+        runs: dict[str, Run] = {}
+        others: list[str] = []
         for name, value in self._target.tensors.items():
-            parts = self._target.view.parts.get(name)
-            index = numbers[name if parts is None else parts[0].name]
-            dtype = torch_dtype(layout.dtype(index))
-            pieces = describer.describe(value, name=name).pieces
-            places = [self._place(box, tensor, dtype, name) for box, tensor in pieces]
-            rows.append((name, index, parts, places))
+            if name not in parts_of and not self._staged and is_dense(value):
+                index = numbers[name]
+                if value.dtype == dtypes[layout.dtype(index)] and layout.homes[index] >= 0:
+                    runs[name] = Run(index, value.data_ptr(), value.nbytes)
+                    continue
+            others.append(name)
+        rows = [self._row(name) for name in others]
+        for name in touching(runs, rows):
+            rows.append(self._row(name))
+            del runs[name]
         self._shared = apart(
             [(name, layout.alias(index) if parts is None else -1, p) for name, index, parts, p in rows]
         )
         for name, index, parts, places in rows:
             self._places += [(name, place) for place in places]
             self._wanted += [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
+        self._runs = runs
+
+    def _row(self, name: str) -> tuple[str, int, list[Part] | None, list[Destination]]:
+        """Name, number of the stored tensor (of its first part), parts, destinations."""
+        parts = self._target.view.parts.get(name)
+        index = self._contents.numbers[name if parts is None else parts[0].name]
+        dtype = torch_dtype(self.layout.dtype(index))
+        pieces = self._describer.describe(self._target.tensors[name], name=name).pieces
+        return name, index, parts, [self._place(box, tensor, dtype, name) for box, tensor in pieces]
 
     @property
     def names(self) -> set[str]:
         """Names of the tensors of this rank that are filled."""
-        return {name for name, _ in self._places}
+        return {*self._runs, *[name for name, _ in self._places]}
 
     def untouched(self) -> list[str]:
         """Names of leaves that stayed as they were."""
@@ -208,7 +225,9 @@ class Attempt:
 
     def fetch(self) -> None:
         """Read, verify and put everything where it belongs; values are kept for :meth:`finish`."""
-        self._shards.fill(plan(self.layout, self._wanted))
+        reads = plan(self.layout, self._wanted)
+        add_runs(reads, self.layout, self._runs.values())
+        self._shards.fill(reads)
         if self._cast:
             self._group.vote(f"casting {self._what}", self._check_casts)
 
@@ -240,19 +259,41 @@ class Attempt:
         self._group.vote(f"restoring {self._what}", part)
 
 
+def touching(runs: Mapping[str, Run], rows: Sequence[tuple[Any, Any, Any, list[Destination]]]) -> list[str]:
+    """Names of those of ``runs`` that share memory with another of them or with a destination of ``rows``."""
+    spans = [_span(place) for *_, places in rows for place in places]
+    starts = sorted([*[run[1] for run in runs.values()], *[start for start, _ in spans]])
+    ends = sorted([*[run[1] + run[2] for run in runs.values()], *[end for _, end in spans]])
+    # Ranges are apart if and only if their ends and starts, each sorted, alternate.
+    if all(map(le, ends, starts[1:])):
+        return []
+    found = []
+    every = sorted([*[(run[1], run[1] + run[2], name) for name, run in runs.items()], *[(*span, "") for span in spans]])
+    highest = every[0][1]
+    for i, (start, end, name) in enumerate(every):
+        before = i > 0 and start < highest
+        highest = max(highest, end) if i else end
+        after = i + 1 < len(every) and every[i + 1][0] < highest
+        if name and (before or after):
+            found.append(name)
+    return found
+
+
+def _span(place: Destination) -> tuple[int, int]:
+    """Addresses of the first byte of what is filled in the end, and after the last."""
+    tensor = place.memory if place.target is None else place.target
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return start, start + reach * tensor.element_size()
+
+
 def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[tuple[str, Destination]]:
     """Give destinations that share memory memory of their own first; those that need a look once they were filled.
 
     ``rows``: name, number of the stored tensor (−1: several), destinations; these lists are changed. Several names of the
     same memory and the same stored tensor, as tied parameters are, become one.
     """
-    spans = []
-    for row, (_, _, places) in enumerate(rows):
-        for at, place in enumerate(places):
-            tensor = place.memory if place.target is None else place.target
-            reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            start = tensor.data_ptr()
-            spans.append((start, start + reach * tensor.element_size(), row, at))
+    spans = [(*_span(place), row, at) for row, (_, _, places) in enumerate(rows) for at, place in enumerate(places)]
     spans.sort()
     clusters: list[list[tuple[int, int]]] = []
     end = -1
@@ -419,9 +460,10 @@ class Contents:
                 if node.is_value:
                     self._homes.setdefault(node.name, tree.ranks[0][0])
         #: Numbers of the tensors in the layout, by name.
-        self.numbers = {name: i for i, name in enumerate(layout)}
-        kinds = {name: (layout.dtype(i), layout.shape(i)) for name, i in self.numbers.items()}
-        self.saved = Saved(kinds, merged[0] if len(merged) == 1 else merge(self.trees))
+        self.numbers = layout.numbers
+        kinds = [layout.dtype(i) for i in range(len(layout))]
+        tensors = dict(zip(layout.names, zip(kinds, layout.shapes, strict=True), strict=True))
+        self.saved = Saved(tensors, merged[0] if len(merged) == 1 else merge(self.trees))
 
     def blobs_for(self, names: Sequence[str]) -> dict[int, list[str]]:
         """Which blobs to read for these values, and which of them from each."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError
-from tierckpt.format import blob, shard
+from tierckpt.format import blob
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import chunk_range
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.placement import Placement
 from tierckpt.format.receipt import Receipt
 from tierckpt.restore.plan import ShardRead
 from tierckpt.tiers.base import Reader
@@ -32,24 +33,23 @@ class Job:
 
 @dataclass(frozen=True)
 class ShardView:
-    """What is known of one shard before any of its data is read: its verified receipt and entries."""
+    """What is known of one shard before any of its data is read: its verified receipt and where its pieces lie."""
 
-    layout: Layout
     receipt: Receipt
-    entries: tuple[shard.Entry, ...]
+    placement: Placement
 
     def fill(self, wanted: ShardRead) -> Job:
         """The job that fills the memory which ``wanted`` names."""
-        table, pointers = wanted.table(self.layout, self.entries)
+        table, pointers = wanted.table(self.placement)
         return Job(touched(table, self.receipt.size), lambda lo, hi, data: table.scatter(pointers, lo, hi, data))
 
     def values(self) -> tuple[Job, Callable[[], dict[str, JSON]]]:
         """The job that reads the blob, and the function that then gives its encoded values by name."""
-        last = self.entries[-1]
-        if last.name != blob.NAME:
+        if self.placement.blob is None:
             raise IntegrityError(f"{self.receipt.name}: it has no values")
-        data = bytearray(last.nbytes)
-        table = _native.CopyTable(*(array("q", [n]) for n in (last.offset, 1, 1, last.nbytes, 1, 1)))
+        lo, hi = self.placement.blob
+        data = bytearray(hi - lo)
+        table = _native.CopyTable(*(array("q", [n]) for n in (lo, 1, 1, hi - lo, 1, 1)))
         pointers = array("Q", [ctypes.addressof(ctypes.c_char.from_buffer(data))])
         job = Job(touched(table, self.receipt.size), lambda lo, hi, chunk: table.scatter(pointers, lo, hi, chunk))
         return job, lambda: blob.decode(bytes(data), what=f"{self.receipt.name}: values")
@@ -69,8 +69,8 @@ class LocalShard:
         self.reader: Reader = store.open_shard(receipt)
         try:
             self.header = read_header(self.reader, receipt, url=store.url)
-            entries = check_header(self.header, layout, receipt, url=store.url)
-            self.view = ShardView(layout, receipt, entries)
+            header = check_header(self.header, layout, receipt, url=store.url)
+            self.view = ShardView(receipt, Placement.of(layout, header))
         except BaseException:
             self.reader.close()
             raise

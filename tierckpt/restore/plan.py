@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
 from tierckpt import _native
-from tierckpt.errors import IntegrityError
-from tierckpt.format import shard
 from tierckpt.format.boxes import Box, intersection
 from tierckpt.format.layout import Layout
+from tierckpt.format.placement import Placement
 from tierckpt.state.layout import Destination
+from tierckpt.tiers.rows import Rows
+
+
+class Run(NamedTuple):
+    """Memory that all of tensor number ``tensor`` of a layout goes to as it is: row-major, without gaps."""
+
+    tensor: int
+    address: int
+    nbytes: int
 
 
 @dataclass
@@ -25,41 +33,36 @@ class Wanted:
 
 @dataclass
 class ShardRead:
-    """What one rank needs of one shard: rows of a copy table, and the chunks that hold them.
+    """What one rank needs of one shard.
 
-    ``pieces``: (tensor, k, box of the stored piece, the part of it that is wanted, where to).
+    Attributes:
+        runs: tensors that go to memory as they are. Most of them do, and are many: no object is made for any.
+        pieces: (tensor, k, box of the stored piece, the part of it that is wanted, where to).
     """
 
     rank: int
+    runs: list[Run] = field(default_factory=list)
     pieces: list[tuple[int, int, Box, Box, Destination]] = field(default_factory=list)
 
-    def table(self, layout: Layout, entries: Sequence[shard.Entry]) -> tuple[_native.CopyTable, array[int]]:
-        """The table and the pointers of everything wanted of this shard, given its entries."""
-        places = {(entry.tensor, entry.k): entry for entry in entries}
-        offsets, items, ndims = array("q"), array("q"), array("q")
-        shapes, far, near = array("q"), array("q"), array("q")
-        pointers = array("Q")
+    def table(self, placement: Placement) -> tuple[_native.CopyTable, array[int]]:
+        """The rows of a copy table and the pointers of everything wanted of this shard.
+
+        Raises:
+            IntegrityError: the shard does not have a piece.
+        """
+        rows = Rows()
+        aliases, first = placement.layout.aliases, placement.first
+        offsets = [first[aliases[index]] for index, _, _ in self.runs]
+        if -1 in offsets:
+            placement.offset(aliases[self.runs[offsets.index(-1)].tensor], -1)  # raises
+        rows.runs(offsets, [nbytes for _, _, nbytes in self.runs], [address for _, address, _ in self.runs])
         for index, k, piece, box, destination in self.pieces:
-            entry = places.get((layout.name(layout.alias(index)), k))
-            if entry is None:
-                raise IntegrityError(f"shard {self.rank}: there is no piece {k} of {layout.name(index)!r}")
             tensor = destination.memory
             item = tensor.element_size()
-            strides = [item * n for n in accumulate(reversed(piece.size[1:]), lambda a, b: a * b, initial=1)][::-1]
             steps = [item * n for n in tensor.stride()]
-            offset, address = entry.offset, tensor.data_ptr()
-            if piece != box or destination.box != box:
-                for o, p, d, s, t in zip(box.offset, piece.offset, destination.box.offset, strides, steps, strict=True):
-                    offset += (o - p) * s
-                    address += (o - d) * t
-            offsets.append(offset)
-            items.append(item)
-            ndims.append(len(box.size))
-            shapes.extend(box.size)
-            far.extend(strides if box.size else ())
-            near.extend(steps)
-            pointers.append(address)
-        return _native.CopyTable(offsets, items, ndims, shapes, far, near), pointers
+            offset = placement.offset(aliases[index], k)
+            rows.add(offset, item, piece, box, destination.box, tensor.data_ptr(), steps)
+        return rows.table(), rows.pointers
 
 
 def plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
@@ -78,3 +81,15 @@ def plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
                     read = reads[stored.rank] = ShardRead(stored.rank)
                 read.pieces.append((want.index, stored.k, stored.box, box, destination))
     return reads
+
+
+def add_runs(reads: dict[int, ShardRead], layout: Layout, runs: Iterable[Run]) -> None:
+    """Add to a plan tensors of which one shard has all (``Layout.homes``)."""
+    homes = layout.homes
+    by_home: dict[int, list[Run]] = {}
+    for run in runs:
+        home = homes[run[0]]
+        found = by_home.get(home)
+        if found is None:
+            found = by_home[home] = reads.setdefault(home, ShardRead(home)).runs
+        found.append(run)

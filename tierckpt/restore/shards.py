@@ -20,6 +20,7 @@ from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import CHUNK, chunk_digest, chunk_range, derive
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.placement import Placement
 from tierckpt.format.receipt import Receipt
 from tierckpt.restore.fetch import Job, LocalShard, ShardView
 from tierckpt.restore.plan import ShardRead
@@ -140,8 +141,8 @@ class Shards:
         self._manifest.check(receipt)
         if receipt.name != name or derive("header", header_bytes).hex() != receipt.header_digest:
             raise IntegrityError(f"{name}: another rank sent a receipt or a header that is not its own")
-        entries = check_header(header_bytes, self._layout, receipt, url="another rank")
-        return ShardView(self._layout, receipt, entries)
+        header = check_header(header_bytes, self._layout, receipt, url="another rank")
+        return ShardView(receipt, Placement.of(self._layout, header))
 
     def _hand_over(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 
@@ -197,6 +197,18 @@ def host(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 def is_live(tensor: torch.Tensor) -> bool:
     """Whether the CPU can read the values of ``tensor`` where they are."""
     return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor with elements whose memory has its values, all of them, in row-major order without gaps."""
+    return (
+        type(value) in PLAIN
+        and value.is_cpu  # type: ignore[attr-defined]
+        and value.is_contiguous()  # type: ignore[attr-defined]
+        and value.nbytes > 0  # type: ignore[attr-defined]
+        and not value.is_conj()  # type: ignore[attr-defined]
+        and not value.is_neg()  # type: ignore[attr-defined]
+    )
 
 
 def local(value: Value) -> list[torch.Tensor]:

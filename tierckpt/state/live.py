@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy
@@ -216,7 +215,7 @@ class _Walker:
             raise StateError(f"{readable(name)}: unsupported subclass {kind.__name__}: {error}") from None
         children = []
         for attribute in attributes:
-            child = self.visit(getattr(tensor, attribute), below(name) + names.join((attribute,)))
+            child = self.visit(getattr(tensor, attribute), below(name) + names.component(attribute))
             if child is None or child.kind not in ("tensor", "subclass"):
                 raise StateError(f"{readable(name)}: unsupported subclass {kind.__name__}: {attribute} is no tensor")
             children.append(child)
@@ -245,11 +244,11 @@ class _Walker:
 
     def _children(self, name: str, keys: Iterable[Any], items: Sequence[Any]) -> list[Node]:
         """Nodes of the items; none if they hold no tensors."""
-        prefix = below(name)
+        prefix, component = below(name), names.component
         found: list[Node] = []
         plain = True
         for key, item in zip(keys, items, strict=True):
-            path = prefix + (_component(key) if type(key) is str else names.join((key,)))
+            path = prefix + component(key)
             # Most leaves of large states are plain tensors; the rest takes the long way.
             if type(item) in PLAIN and obstacle(item, meta=self._meta) is None:
                 node: Node | None = Leaf("tensor", path, item)
@@ -268,7 +267,7 @@ class _Walker:
         if not children:
             prefix = below(name)
             children = [
-                Leaf("value", prefix + names.join((key,)), item)
+                Leaf("value", prefix + names.component(key), item)
                 for key, item in zip(contents.keys, contents.items, strict=True)
             ]
         return ModuleBranch(name, module, contents.keys, children, contents.parts)
@@ -318,7 +317,7 @@ class _Walker:
         children: list[Node] = []
         prefix = below(name)
         for key, item in live.items():
-            path = prefix + names.join((key,))
+            path = prefix + names.component(key)
             node = self.visit(item, path)
             children.append(Leaf("value", path, item) if node is None else node)
         return Branch("dict", name, live, list(live), children)
@@ -341,11 +340,6 @@ class _Walker:
         return StatefulBranch(name, value, Leaf("value", name, state) if node is None else node)
 
 
-@lru_cache(maxsize=1 << 16)
-def _component(key: str) -> str:
-    return names.join((key,))
-
-
 def _find_modules(value: Any, name: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
     if isinstance(value, nn.Module):
         found.append((name, value))
@@ -361,4 +355,4 @@ def _find_modules(value: Any, name: str, found: list[tuple[str, nn.Module]], see
     seen.add(id(value))
     for key, item in items:
         if isinstance(item, (nn.Module, dict, list, tuple)):
-            _find_modules(item, below(name) + names.join((key,)), found, seen)
+            _find_modules(item, below(name) + names.component(key), found, seen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy
@@ -22,7 +23,7 @@ from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranc
 from tierckpt.state.marks import LiveTensor, PerRank, Pieces, original
 from tierckpt.state.naming import below, readable
 from tierckpt.state.nodes import ABSENT, MAPPINGS, SEQUENCES, SavedNode, array_of, container_of
-from tierckpt.state.tensors import obstacle, type_name
+from tierckpt.state.tensors import PLAIN, obstacle, type_name
 
 Decoded: TypeAlias = Mapping[str, Any]
 Plan: TypeAlias = Callable[[Decoded], Any]
@@ -141,6 +142,11 @@ class Matcher:
     def _leaf(self, leaf: Leaf) -> Plan | None:
         name = leaf.name
         saved = self.nodes.get(name)
+        if self.keys is None and saved is not None and leaf.kind == saved.kind == "tensor":
+            # Most leaves of large states: the short way.
+            self.seen.add(name)
+            self._fit_tensor(name, leaf.live)
+            return None
         if leaf.kind == "value" and saved is not None and saved.children and not saved.is_value:
             return self._descend(leaf, saved)
         if not self.wanted(name):
@@ -187,6 +193,14 @@ class Matcher:
     def _fit_tensor(self, name: str, live: LiveTensor) -> None:
         """Take ``live`` as destination; report a wrong shape or dtype."""
         dtype, shape = self.saved[name]
+        if (
+            isinstance(live, torch.Tensor)
+            and type(live) in PLAIN
+            and not live.is_meta
+            and (live.shape == shape and dtype_name(live.dtype) == dtype)
+        ):
+            self.tensors[name] = live
+            return
         tensors = [tensor for _, tensor in live.pieces] if isinstance(live, Pieces) else [live]
         for tensor in tensors:
             reason = obstacle(tensor)
@@ -197,8 +211,8 @@ class Matcher:
         if tuple(live.shape) != tuple(shape):
             self.problem(name, f"saved shape {tuple(shape)}, the state has {tuple(live.shape)}")
             fits = False
-        if _dtype_name(live.dtype) != dtype and not self.cast:
-            self.problem(name, f"saved dtype {dtype}, the state has {_dtype_name(live.dtype)} (cast=True converts)")
+        if dtype_name(live.dtype) != dtype and not self.cast:
+            self.problem(name, f"saved dtype {dtype}, the state has {dtype_name(live.dtype)} (cast=True converts)")
             fits = False
         if fits:
             self.tensors[name] = live
@@ -453,7 +467,8 @@ def _load_parts(node: ModuleBranch, items: Sequence[Any], parts: Sequence[Any]) 
         call_load_state_dict(part.module, state, node.name)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

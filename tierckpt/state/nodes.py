@@ -24,7 +24,7 @@ class SavedNode:
     """A node of one or several trees that were laid over each other.
 
     ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others
-    may have a container. ``trees`` are the numbers of those that have the node.
+    may have a container. ``trees``: bit n is set if tree number n has the node.
     """
 
     __slots__ = ("children", "detail", "is_value", "kind", "name", "trees")
@@ -35,7 +35,7 @@ class SavedNode:
         self.detail = detail
         self.is_value = kind == "value"
         self.children: dict[str, Any] = {}  # name -> key
-        self.trees: set[int] = set()
+        self.trees = 0
 
 
 def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
@@ -76,12 +76,22 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> No
             node.detail = tree[1:]
         elif not (node.kind in MAPPINGS and kind in MAPPINGS) and not (node.kind in SEQUENCES and kind in SEQUENCES):
             return
-    node.trees.add(number)
-    prefix = below(name)
+    node.trees |= 1 << number
+    prefix, component = below(name), names.component
+    children = node.children
     for key, child in pairs:
-        path = prefix + names.join((key,))
-        node.children.setdefault(path, key)
-        _merge(child, path, nodes, number)
+        path = prefix + component(key)
+        if path not in children:
+            children[path] = key
+        if child == _TENSOR and path not in nodes:
+            # Most leaves of large states: the short way.
+            leaf = nodes[path] = SavedNode("tensor", path, None)
+            leaf.trees = 1 << number
+        else:
+            _merge(child, path, nodes, number)
+
+
+_TENSOR = ["tensor"]
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:

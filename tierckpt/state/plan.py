@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
-from operator import mul
+from operator import add
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +25,8 @@ from tierckpt.format.layout import Entry, Layout
 from tierckpt.format.layout_plan import PLAN_DEPTH, Tree, ranges
 from tierckpt.state import balance
 from tierckpt.state.description import Description, local_description, read
-from tierckpt.state.layout import PLAIN, Described, host, is_live, local
+from tierckpt.state.layout import PLAIN, Described, host, is_dense, is_live, local
+from tierckpt.tiers.rows import Rows, strides
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -285,20 +285,20 @@ class WritePlan:
                 raise LayoutError(f"rank {rank} stores values, but was given none")
             self.blob = blobs.capacity(blob)
         self.header: shard.Header | None = None
+        self._rows = Rows()
         # Of the tensors whose pieces the rows are: equal shapes, strides and dtypes are the same objects.
         self._names: list[str] = []
-        self._numbers = array("I")
+        self._numbers: list[int] = []
         self._forms: list[_Form] = []
-        self._known: dict[_Form, _Form] = {}
-        self._steps: list[tuple[int, int]] = []  # (row, bytes) of pieces that begin inside a local tensor
-        self._columns = [array("q") for _ in range(6)]
         # Of those that are not all of the only local tensor: the box, and the number of the local piece that has it.
         inside: dict[tuple[str, int], tuple[Box, int]] = {}
         places: dict[str, dict[Box, int]] = {}
-        pieces = []
+        pieces: list[shard.Piece] = []
+        names = layout.names
         for i, k, box in layout.rank_pieces(rank):
-            name = layout.name(i)
-            held = described[name].pieces if name in described else []
+            name = names[i]
+            found = described.get(name)
+            held = [] if found is None else found.pieces
             if len(held) != 1 or held[0][0] != box:
                 if name not in places:
                     places[name] = {own: number for number, (own, _) in enumerate(held)}
@@ -313,39 +313,41 @@ class WritePlan:
             return
         self.header = shard.build(pieces, layout=self.layout_hash, rank=rank, blob=self.blob)
         self._head = array("B", self.header.data)
-        self._add_bytes(0, self.header.header_size)
-        entries = self.header.entries if self.blob is None else self.header.entries[:-1]
-        for entry in entries:
-            some, number = inside.get((entry.tensor, entry.k), (None, 0))
-            self._add(entry, number, *described[entry.tensor].pieces[number], some)
+        self._rows.runs([0], [self.header.header_size], [0])
+        self._add(described, inside)
         if self.blob is not None:
-            self._add_bytes(self.header.entries[-1].offset, self.blob)
+            self._rows.runs([self.header.offsets[-1]], [self.blob], [0])
 
-    def _add_bytes(self, offset: int, size: int) -> None:
-        for column, number in zip(self._columns, (offset, 1, 1, size, 1, 1), strict=True):
-            column.append(number)
-
-    def _add(self, entry: shard.Entry, number: int, held: Box, tensor: torch.Tensor, box: Box | None) -> None:
-        """The row of a piece: all of local piece ``number``, or only ``box`` of it."""
-        live = is_live(tensor)
-        form = (tensor.shape, tensor.stride(), tensor.dtype, live)
-        form = self._known.setdefault(form, form)
-        item = tensor.element_size()
-        # What `host` copies is in row-major order.
-        steps = form[1] if live else _dense(tensor.shape, 1)
-        offsets, items, ndims, shapes, far, near = self._columns
-        offsets.append(entry.offset)
-        items.append(item)
-        ndims.append(len(entry.shape))
-        shapes.extend(entry.shape)
-        far.extend(_dense(entry.shape, item))
-        near.extend([item * n for n in steps])
-        if box is not None and box != held:
-            skipped = sum((a - b) * n for a, b, n in zip(box.offset, held.offset, steps, strict=True))
-            self._steps.append((len(self._names) + 1, skipped * item))
-        self._names.append(entry.tensor)
-        self._numbers.append(number)
-        self._forms.append(form)
+    def _add(self, described: Mapping[str, Described], inside: Mapping[tuple[str, int], tuple[Box, int]]) -> None:
+        """The rows of all pieces: first those of dense tensors, which are many and simple, then the others."""
+        assert self.header is not None
+        known: dict[_Form, _Form] = {}
+        offsets, sizes, others = [], [], []
+        for piece, offset in zip(self.header.pieces, self.header.offsets, strict=False):
+            name, k, _, _ = piece
+            box, number = inside.get((name, k), (None, 0)) if inside else (None, 0)
+            held, tensor = described[name].pieces[number]
+            dense = is_dense(tensor)
+            form = (tensor.shape, tensor.stride(), tensor.dtype, dense or is_live(tensor))
+            form = known.setdefault(form, form)
+            if dense and (box is None or box == held):
+                offsets.append(offset)
+                sizes.append(tensor.nbytes)
+                self._names.append(name)
+                self._numbers.append(number)
+                self._forms.append(form)
+            else:
+                others.append((name, number, form, offset, box or held, held))
+        self._rows.runs(offsets, sizes, [0] * len(sizes))
+        for name, number, form, offset, box, held in others:
+            item = form[2].itemsize
+            # What `host` copies is in row-major order.
+            steps = [item * n for n in form[1]] if form[3] else strides(held.size, item)
+            # The pointers of the rows are the distances from the first element of the local tensor.
+            self._rows.add(offset, item, box, box, held, 0, steps)
+            self._names.append(name)
+            self._numbers.append(number)
+            self._forms.append(form)
 
     @property
     def size(self) -> int:
@@ -354,9 +356,7 @@ class WritePlan:
 
     def table(self) -> _native.CopyTable:
         """The geometry of all rows, for any number of copies."""
-        from tierckpt import _native
-
-        return _native.CopyTable(*self._columns)
+        return self._rows.table()
 
     def pointers(self, tensors: Mapping[str, Value], blob: bytes | None = None) -> tuple[array[int], list[object]]:
         """The address of the first element of each row as it is now, and what must be kept alive while they
@@ -376,9 +376,7 @@ class WritePlan:
         found = array("Q", [self._head.buffer_info()[0]])
         append = found.append
         lists: dict[str, list[torch.Tensor]] = {}
-        for name, number, (shape, strides, dtype, was_live) in zip(
-            self._names, self._numbers, self._forms, strict=True
-        ):
+        for name, number, (shape, stride, dtype, was_live) in zip(self._names, self._numbers, self._forms, strict=True):
             value = tensors.get(name)
             if value is None:
                 raise LayoutError(f"{name}: it is not in the state any more; plan anew")
@@ -389,9 +387,9 @@ class WritePlan:
                     lists[name] = local(value)
                 tensor = lists[name][number]
             memory, live = host(tensor)
-            if tensor.shape != shape or tensor.stride() != strides or tensor.dtype != dtype or live != was_live:
+            if tensor.shape != shape or tensor.stride() != stride or tensor.dtype != dtype or live != was_live:
                 raise LayoutError(
-                    f"{name}: planned as {dtype} {list(shape)} with strides {list(strides)}, now it is "
+                    f"{name}: planned as {dtype} {list(shape)} with strides {list(stride)}, now it is "
                     f"{tensor.dtype} {list(tensor.shape)} with {list(tensor.stride())}; plan anew"
                 )
             if not live:
@@ -403,16 +401,8 @@ class WritePlan:
             padded = array("B", blobs.pad(blob, self.blob))
             keep.append(padded)
             append(padded.buffer_info()[0])
-        for row, skipped in self._steps:
-            found[row] += skipped
-        return found, keep
+        return array("Q", map(add, found, self._rows.pointers)), keep
 
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 """Shape, strides, dtype, and whether the memory itself is copied."""
-
-
-@lru_cache(maxsize=1 << 12)
-def _dense(shape: Sequence[int], item: int) -> tuple[int, ...]:
-    """Row-major strides of a shape."""
-    return tuple(accumulate(shape[:0:-1], mul, initial=item))[::-1] if shape else ()

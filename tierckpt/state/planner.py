@@ -6,13 +6,12 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
 from tierckpt.format import blob as blobs
-from tierckpt.format import shard, values
+from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
@@ -180,8 +179,4 @@ def _speaks_for_tree(layout: Layout, rank: int) -> bool:
 
 def _total(layout: Layout) -> int:
     """Bytes of all shards together, roughly: headers and blobs are estimated."""
-    found = 0
-    for i in range(len(layout)):
-        if layout.alias(i) == i:
-            found += prod(layout.shape(i)) * shard.dtype(layout.dtype(i)).size + 160
-    return found + len(layout.writers) * 8192
+    return layout.nbytes + len(layout) * 160 + len(layout.writers) * 8192

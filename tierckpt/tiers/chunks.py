@@ -161,8 +161,8 @@ def read_header(reader: Reader, receipt: Receipt, *, url: str) -> bytes:
     return bytes(data)
 
 
-def check_header(header: bytes, layout: Layout, receipt: Receipt, *, url: str) -> tuple[shard.Entry, ...]:
-    """The entries of a shard's header, which must be those that its layout says.
+def check_header(header: bytes, layout: Layout, receipt: Receipt, *, url: str) -> shard.Header:
+    """The header of a shard, whose entries must be those that its layout says.
 
     Raises:
         IntegrityError: names the first that differs.

@@ -6,25 +6,25 @@ verified.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, LayoutError
-from tierckpt.format import blob, shard, tree
+from tierckpt.format import blob, paths, shard, tree
 from tierckpt.format.boxes import Box, intersection
 from tierckpt.format.canonical import JSON
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.digest import CHUNK, chunk_range, derive
 from tierckpt.format.layout import Layout, Stored
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.placement import Placement
 from tierckpt.format.receipt import Receipt
 from tierckpt.tiers.chunks import read_chunks
+from tierckpt.tiers.rows import Rows
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.verify import check_layout
 
@@ -80,43 +80,6 @@ def batches(layout: Layout, wanted: Iterable[tuple[int, Box]], limit: int) -> It
         yield batch
 
 
-@dataclass
-class Rows:
-    """Parts of the pieces of one shard, on their way to memory: the rows of a copy table."""
-
-    _offsets: array[int] = field(default_factory=lambda: array("q"))
-    _items: array[int] = field(default_factory=lambda: array("q"))
-    _ndims: array[int] = field(default_factory=lambda: array("q"))
-    _shapes: array[int] = field(default_factory=lambda: array("q"))
-    _far: array[int] = field(default_factory=lambda: array("q"))
-    _near: array[int] = field(default_factory=lambda: array("q"))
-    pointers: array[int] = field(default_factory=lambda: array("Q"))
-
-    def add(self, offset: int, item: int, piece: Box, box: Box, outer: Box, address: int) -> None:
-        """The part ``box`` of a piece, which begins at byte ``offset`` of the shard.
-
-        ``item``: bytes of an element. It goes to where it is in ``outer``, row-major from ``address`` on.
-        """
-        far, near = _strides(piece.size, item), _strides(outer.size, item)
-        for o, p, q, f, n in zip(box.offset, piece.offset, outer.offset, far, near, strict=True):
-            offset += (o - p) * f
-            address += (o - q) * n
-        self._offsets.append(offset)
-        self._items.append(item)
-        self._ndims.append(len(box.size))
-        self._shapes.extend(box.size)
-        self._far.extend(far)
-        self._near.extend(near)
-        self.pointers.append(address)
-
-    def table(self) -> _native.CopyTable:
-        return _native.CopyTable(self._offsets, self._items, self._ndims, self._shapes, self._far, self._near)
-
-
-def _strides(size: Sequence[int], item: int) -> list[int]:
-    return [item * n for n in accumulate(reversed(size[1:]), lambda a, b: a * b, initial=1)][::-1] if size else []
-
-
 def touched(table: _native.CopyTable, size: int) -> list[int]:
     """Indices of the chunks of a shard of ``size`` bytes that hold at least one byte of the table."""
     lo, hi = table.span
@@ -126,14 +89,6 @@ def touched(table: _native.CopyTable, size: int) -> list[int]:
     if table.nbytes == hi - lo:
         return list(found)
     return [i for i in found if table.covered(i * CHUNK, min((i + 1) * CHUNK, size)) > 0]
-
-
-class _Places(NamedTuple):
-    """Where the pieces of one shard are: by tensor (its first piece), and by tensor and k for the others."""
-
-    first: array[int]
-    more: dict[tuple[int, int], int]
-    blob: tuple[int, int] | None
 
 
 class Content:
@@ -158,7 +113,10 @@ class Content:
         """
         manifest = store.manifest(ref)
         layout = store.layout(manifest.layout)
-        check_layout(store, manifest, layout)
+        try:
+            check_layout(store, manifest, layout)
+        except LayoutError as error:
+            raise IntegrityError(f"{store.url}/{paths.layout(manifest.layout)}: {error}") from None
         return cls(store, manifest, layout)
 
     # Tensors
@@ -205,8 +163,7 @@ class Content:
 
     def offset(self, index: int, stored: Stored) -> int:
         """The byte of its rank's shard at which a stored piece of tensor ``index`` begins."""
-        places = self._places(stored.rank)
-        return places.more[index, stored.k] if stored.k > 0 else places.first[index]
+        return self._places(stored.rank).offset(index, stored.k)
 
     def _receipt(self, rank: int) -> Receipt:
         return self.store.receipt(self.manifest, rank)
@@ -233,19 +190,8 @@ class Content:
             raise IntegrityError(f"{name}: expected a header with digest {digest}, found {receipt.header_digest}")
         return header
 
-    def _find_places(self, rank: int) -> _Places:
-        index = {self.layout.name(i): i for i, _, _ in self.layout.rank_pieces(rank)}
-        first = array("q", [-1]) * len(self.layout)
-        more: dict[tuple[int, int], int] = {}
-        values = None
-        for entry in self.header(rank).entries:
-            if entry.dtype is None:
-                values = entry.offset, entry.nbytes
-            elif entry.k > 0:
-                more[index[entry.tensor], entry.k] = entry.offset
-            else:
-                first[index[entry.tensor]] = entry.offset
-        return _Places(first, more, values)
+    def _find_places(self, rank: int) -> Placement:
+        return Placement.of(self.layout, self.header(rank))
 
     # Values
 
@@ -310,7 +256,7 @@ class Content:
             raise IntegrityError(f"{self.store.url}: rank {rank} has no values, although its layout needs them")
         found = self._places(rank).blob
         assert found is not None  # the header of such a rank has one
-        return found[0], found[0] + found[1]
+        return found
 
 
 def chunk_bytes(chunks: Iterable[int], size: int) -> int:
