@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.harness import run_ranks
-from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.errors import IntegrityError, StateError, StoreError
 from tierckpt.group import Group
 
 
@@ -64,6 +64,42 @@ def _untyped(rank: int) -> str:
 
 def test_unforeseen_errors_reach_all_ranks_too() -> None:
     assert set(run_ranks(_untyped, 2)) == {"TierckptError"}
+
+
+def _crossing(rank: int) -> str:
+    group = Group(timeout=20)
+
+    def load() -> bytes:
+        return b"[1]"
+
+    def save() -> bytes:
+        return b"words of another kind"
+
+    with pytest.raises(StateError, match="another call") as caught:
+        group.vote("the work", load if rank == 0 else save)
+    return str(caught.value)
+
+
+def test_votes_that_cross_do_not_read_each_others_words() -> None:
+    assert run_ranks(_crossing, 3) == [
+        "the work: rank 1-2 are in another call: all ranks must make the same calls in the same order",
+        "the work: rank 0 is in another call: all ranks must make the same calls in the same order",
+        "the work: rank 0 is in another call: all ranks must make the same calls in the same order",
+    ]
+
+
+def _agreeing(rank: int) -> str:
+    group = Group(timeout=20)
+    group.agree("the work", step=3, cast=False, run=None)
+    with pytest.raises(StateError) as caught:
+        group.agree("the work", step=3, cast=rank == 2)
+    return str(caught.value)
+
+
+def test_arguments_that_differ_are_named_on_all_ranks() -> None:
+    assert set(run_ranks(_agreeing, 3)) == {
+        "the work: cast= must be the same on all ranks: rank 0 was given False, rank 2 True"
+    }
 
 
 def _dying(rank: int) -> str:

@@ -324,3 +324,49 @@ def test_an_interrupt_on_one_rank_costs_that_save_only(tmp_path: Path) -> None:
     assert run_ranks(_interrupted, 2, str(tmp_path / "s")) == [["StoreError"], ["KeyboardInterrupt"]]
     assert tierckpt.steps(tmp_path / "s") == [0, 2]
     assert tierckpt.verify(tmp_path / "s", every=True).ok
+
+
+def _different_arguments(rank: int, root: str) -> list[str]:
+    state = {"a": torch.arange(4.0)}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(1, state).wait()
+        ckpt.save(2, state).wait()
+        found = []
+        odd: dict[str, Any] = {"cast": True, "strict": False, "fallback": False, "staged": True, "step": 1}
+        for name, value in odd.items():
+            state["a"].zero_()
+            with pytest.raises(StateError, match=f"{name}= must be the same on all ranks") as caught:
+                ckpt.restore(state, **({name: value} if rank else {}))
+            assert not state["a"].any()
+            found.append(str(caught.value))
+        # What belongs to a rank may differ; contact was not lost by any of it.
+        ckpt.restore(state, keys=["nothing*"] if rank else None)
+        assert state["a"].tolist() == ([0.0] * 4 if rank else [0.0, 1.0, 2.0, 3.0])
+        info = ckpt.save(3, state).wait()
+        assert info is not None
+        assert info.step == 3
+    with pytest.raises(StateError, match="max_restarts= must be the same"):
+        Checkpointer(root, agent="off", max_restarts=3 + rank)
+    return found
+
+
+def test_ranks_that_pass_different_arguments_are_told(tmp_path: Path) -> None:
+    first, second = run_ranks(_different_arguments, 2, str(tmp_path / "s"))
+    assert first == second
+
+
+def _mapping_on_one_rank(rank: int, root: str) -> list[list[float]]:
+    """Rank 0 has given its tensors new names since it saved, rank 1 has not."""
+    tierckpt.save({"a": torch.arange(3.0), "b": torch.ones(2)}, root, step=1)
+    first, second = ("x", "y") if rank == 0 else ("a", "b")
+    mapping = tierckpt.Mapping([tierckpt.Rename("a", "x"), tierckpt.Rename("b", "y")]) if rank == 0 else None
+    state = {first: torch.zeros(3), second: torch.zeros(2)}
+    tierckpt.load(state, root, mapping=mapping)
+    with pytest.raises(LayoutError, match="b: in the checkpoint, not in the state"):
+        tierckpt.load({first: torch.zeros(3)}, root, mapping=mapping)
+    return [tensor.tolist() for tensor in state.values()]
+
+
+def test_a_mapping_may_be_one_ranks_own(tmp_path: Path) -> None:
+    first, second = run_ranks(_mapping_on_one_rank, 2, str(tmp_path / "s"))
+    assert first == second == [[0.0, 1.0, 2.0], [1.0, 1.0]]

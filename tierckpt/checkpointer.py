@@ -93,6 +93,14 @@ class Checkpointer:
         self._timeout = config.timeout(timeout)
         self._place = DiskPlace.at(root)
         self._group = Group(group, timeout=self._timeout)
+        self._group.agree(
+            f"the Checkpointer at {self._place.url}",
+            tiers=repr(self._disk),
+            run=run,
+            on_disagreement=on_disagreement,
+            max_restarts=max_restarts,
+            fresh=fresh,
+        )
         self._trusted, self._expect_head = trusted_keys(trust), expect_head
         self._coordinator = Coordinator(
             self._place,

@@ -182,6 +182,24 @@ class Group:
         half = len(ranks) // 2
         return self._absent(ranks[:half]) + self._absent(ranks[half:])
 
+    def agree(self, what: str, **arguments: Any) -> None:
+        """Make sure that all ranks were given the same: what one rank does, the others wait for. Collective.
+
+        Args:
+            arguments: JSON values.
+
+        Raises:
+            StateError: names the arguments that differ, with what each rank was given.
+        """
+        given = [json.loads(told) for told in self.vote(what, lambda: json.dumps(arguments, default=str).encode())]
+        for name in arguments:
+            said = [each[name] for each in given]
+            if any(value != said[0] for value in said):
+                rank = next(rank for rank, value in enumerate(said) if value != said[0])
+                raise StateError(
+                    f"{what}: {name}= must be the same on all ranks: rank 0 was given {said[0]!r}, rank {rank} {said[rank]!r}"
+                )
+
     def broadcast(self, payload: bytes | None) -> bytes:
         """What rank 0 passed. Collective."""
         return self.exchange(payload or b"" if self.rank == 0 else b"")[0]
@@ -200,21 +218,33 @@ class Group:
         """
         mine: Exception | None = None
         try:
-            message = b"+" + tag.to_bytes(8, "little") + part()
+            message = b"+" + _label(part) + tag.to_bytes(8, "little") + part()
         except Exception as error:
             mine = error
             message = b"-" + _error_to_json(error)
         results = self.exchange(message)
         failed = [rank for rank, result in enumerate(results) if result[:1] == b"-"]
         if not failed:
-            tags = {rank: int.from_bytes(result[1:9], "little") for rank, result in enumerate(results)}
+            other = [rank for rank, result in enumerate(results) if result[1:9] != _label(part)]
+            if other:
+                raise StateError(
+                    f"{what}: rank {_ranks(other)} {'is' if len(other) == 1 else 'are'} in another call: all ranks must make "
+                    "the same calls in the same order"
+                )
+            tags = {rank: int.from_bytes(result[9:17], "little") for rank, result in enumerate(results)}
             if len(set(tags.values())) > 1:
                 raise StateError(f"{what}: ranks are in different steps: {tags}")
-            return [result[9:] for result in results]
+            return [result[17:] for result in results]
         if self.size == 1:
             assert mine is not None
             raise mine
         raise _combined(what, {rank: results[rank][1:] for rank in failed}, mine)
+
+
+def _label(part: Callable[[], bytes]) -> bytes:
+    """8 bytes that tell one place where ranks vote from another, so that votes that cross do not read each other's words."""
+    name = f"{part.__module__}.{part.__qualname__}"
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def _distributed() -> Any:

@@ -139,12 +139,17 @@ class Attempt:
             if self._target.per_rank and self._same_world:
                 blobs.setdefault(self._group.rank, [])
             wanted = len(self._target.tensors) + len(self._target.values) + len(self._target.per_rank)
-            return json.dumps([wanted, sorted(self._target.unexpected)]).encode()
+            unexpected = {origin for name in self._target.unexpected for origin in names_of(name)}
+            given = [self._keys is not None, self._mapping is not None]
+            return json.dumps([wanted, sorted(unexpected), *given]).encode()
 
         told = [json.loads(said) for said in self._group.vote(what, match)]
-        if self._keys is not None and not any(wanted for wanted, _ in told):
-            raise LayoutError(f"keys={list(self._keys)!r}: nothing in {self._what} that the state has matches")
-        unexpected = set.intersection(*(set(names) for _, names in told))
+        # Keys and mappings are a rank's own, as stages of a pipeline need them; that there are any concerns all.
+        self._mapped = any(mapped for *_, mapped in told)
+        if any(keyed for *_, keyed, _ in told) and not any(wanted for wanted, *_ in told):
+            raise LayoutError(f"keys={self._keys!r}: nothing in {self._what} that the state has matches")
+        nobodys = set.intersection(*(set(names) for _, names, *_ in told))
+        unexpected = {name for name in self._target.unexpected if not nobodys.isdisjoint(self._names_of(name))}
         if self._strict:
             self._refuse(unexpected_problems(unexpected, self._target.view))
         self.ignored = sorted(unexpected)
@@ -164,7 +169,7 @@ class Attempt:
             return b""
 
         self._group.vote(what, check)
-        if self._mapping is not None:
+        if self._mapped:
             agree(self._group, what, self._shards, self._contents, self._target.view, self._target.tensors)
 
     @property

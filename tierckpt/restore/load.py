@@ -99,6 +99,9 @@ def load(
     """
     began = time.perf_counter()
     keys = [keys] if isinstance(keys, str) else keys
+    group.agree(
+        f"loading from {place.url}", step=step, strict=strict, cast=cast, fallback=fallback, staged=staged, run=run
+    )
     choice = choose(
         group, place, step=step, believe=believe, run=run, max_restarts=max_restarts, may_be_empty=may_be_empty
     )
@@ -211,6 +214,7 @@ def read(
 ) -> Any:
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
     keys = [keys] if isinstance(keys, str) else keys
+    group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
     store = Store.bare(place, choice.run)
