@@ -13,7 +13,7 @@ from typing import Any
 
 from tierckpt import config
 from tierckpt.agent.coordinator import Coordinator
-from tierckpt.agent.drain import Drain, Shard, header_digest
+from tierckpt.agent.drain import Drain, Staged
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
 from tierckpt.config import Disk
@@ -32,8 +32,9 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
+from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Arena
-from tierckpt.snapshot.stager import LiveSource
+from tierckpt.snapshot.staging import Staging
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.telling import warn
@@ -249,7 +250,7 @@ class Checkpointer:
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
-            self._snapshot(handle, step, state, metadata, pin=pin, live=live)
+            self._snapshot(handle, step, state, metadata, pin=pin, live=live, fenced=not (live or always))
         except _MISTAKES:
             self._handles = [other for other in self._handles if other is not handle]
             raise
@@ -263,71 +264,66 @@ class Checkpointer:
             handle._finish(None, error)
         return handle
 
-    def _snapshot(self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool) -> None:
-        """All ranks meet once, then each copies; what fails on one after that fails on all in the drain."""
+    def _snapshot(
+        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool, fenced: bool
+    ) -> None:
+        """The first time all ranks meet, and what is wrong is raised on all of them. Later each goes on by itself, and what
+        is wrong on one fails on all when their drains meet."""
+        before = self._steps.get(step)
+        if before is not None and before.error is None:
+            raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
         note: list[Any] = []
 
         def mine() -> bytes:
             self._raise_failures()
-            before = self._steps.get(step)
-            if before is not None and before.error is None:
-                raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
             note.append(_encoded(metadata))
             return str(step).encode()
 
+        alone = self._planner.is_planned and self._group.size > 1
+        # The other ranks hand this step to their drains, whatever happens here: so must we.
+        staged: Staged | BaseException = StoreError(f"step {step}: the save was interrupted")
+        must_tell = alone
         try:
-            planned = self._planner.plan(state, f"the save of step {step}", mine)
-        except TierckptError as error:
-            if _FAILED_BEFORE in str(error):
-                raise _Raised(error) from error
+            try:
+                planned = self._planner.plan(state, f"the save of step {step}", mine)
+            except TierckptError as error:
+                if _FAILED_BEFORE in str(error):
+                    raise _Raised(error) from error
+                raise
+            if len(set(planned.told)) > 1:
+                raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
+            self._steps[step] = handle
+            handle._owner = self
+            must_tell = True
+            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle)
+        except _Raised as raised:
+            staged = raised.error
             raise
-        if len(set(planned.told)) > 1:
-            raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
-        if planned.disagreements and self._on_disagreement == "refuse":
-            raise StateError(_disagreement(step, planned.disagreements))
-        self._steps[step] = handle
-        handle._owner = self
-        # The other ranks hand this step to their drains now: whatever happens here, so must we.
-        shard: Shard | BaseException = StoreError(f"step {step}: the save was interrupted")
-        try:
-            shard = self._stage(planned, note[0], live=live, handle=handle)
         except Exception as error:
-            shard = error
+            staged = error
+            if not must_tell:
+                raise
         finally:
-            handle._set_staged()
-            self._drain.put(step, shard, handle, pinned=pin)
-        if planned.disagreements:
-            warn(_disagreement(step, planned.disagreements), stacklevel=6)
+            if must_tell:
+                if isinstance(staged, BaseException):
+                    handle._set_staged()
+                self._drain.put(step, staged, handle, pinned=pin)
 
-    def _stage(self, planned: Planned, metadata: Any, *, live: bool, handle: Handle) -> Shard:
+    def _stage(self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle) -> Staging:
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
-        plan = prepared.plan
-        source: Any = None
-        release = _nothing
-        header = plan.header
-        if header is not None:
-            assert prepared.table is not None
-            source = LiveSource(prepared.table, prepared.pointers, header.size, [*prepared.keep, planned.taken])
-            if not live:
-                slot = self._arena.acquire(header.size, self._timeout)
-                release = slot.release
-                try:
-                    source = source.stage(slot)
-                except BaseException:
-                    release()
-                    raise
+        refuse = self._on_disagreement == "refuse"
+        staging = Staging(self._planner, self._channels, planned, prepared, metadata, refuse=refuse)
+        if live:
+            handle._set_staged()
+        else:
+            try:
+                staging.stage(lambda size: self._arena.acquire(size, self._timeout), handle._set_staged, overlap=fenced)
+            except BaseException:
+                staging.release()
+                raise
         handle.timings["copy"] = time.perf_counter() - began
-        return Shard(
-            source=source,
-            header_size=header.header_size if header else 0,
-            header_digest=header_digest(header.data) if header else "",
-            layout_hash=plan.layout_hash,
-            layout=plan.layout_bytes,
-            total=prepared.total,
-            metadata=metadata,
-            release=release,
-        )
+        return staging
 
     def _due(self, step: int, *, always: bool) -> bool:
         """Whether the disk is due. Decided by rank 0, since clocks differ."""
@@ -346,7 +342,9 @@ class Checkpointer:
         return due
 
     def fence(self) -> None:
-        """Wait until nothing is being copied from live state any more. Every copy is finished when ``save`` returns."""
+        """Wait until nothing is being copied from live state any more: to be called before it changes in another way than by
+        the ``step()`` of a ``torch.optim.Optimizer``, which waits by itself."""
+        fence.wait()
 
     # Generations
 
@@ -468,10 +466,6 @@ def _encoded(metadata: Any) -> JSON:
     return encoded
 
 
-def _nothing() -> None:
-    pass
-
-
 _FAILED_BEFORE = "an earlier save had failed"
 
 
@@ -486,12 +480,6 @@ class _Raised(Exception):
 def _failure(handle: Handle) -> str:
     text = str(handle.error)
     return text if text.startswith("the save of step") else f"the save of step {handle.step} failed: {text}"
-
-
-def _disagreement(step: int, lines: Sequence[str]) -> str:
-    text = f"step {step}: ranks that should hold the same do not (mark what is a rank's own with PerRank):"
-    text += "".join(f"\n  {line}" for line in lines[:50])
-    return text + (f"\n  and {len(lines) - 50} more" if len(lines) > 50 else "")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

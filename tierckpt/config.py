@@ -14,6 +14,8 @@ from tierckpt.errors import StateError
 IO_THREADS = 4
 #: Threads that copy state into a slot.
 COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
+#: Bytes that a thread copies at once while training goes on; whoever waits at the fence takes turns with it.
+COPY_BLOCK = 16 << 20
 #: Slots of staged shards held at once by one process: one being drained, one being filled.
 SLOTS = 2
 #: Seconds for which files of a retired checkpoint stay, for readers that have begun to read it.

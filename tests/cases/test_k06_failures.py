@@ -200,7 +200,7 @@ def _hears_nothing_back(rank: int, root: str) -> tuple[str, str]:
     tierckpt.save(sharded(1.0), root, 1)
     write = Drain._write
 
-    def written(drain: Any, job: Any) -> bytes:
+    def written(drain: Any, *job: Any) -> bytes:
         exchange = drain._ranks.exchange
 
         def deaf(payload: bytes) -> list[bytes]:
@@ -209,7 +209,7 @@ def _hears_nothing_back(rank: int, root: str) -> tuple[str, str]:
 
         if rank == 1:
             drain._ranks.exchange = deaf
-        return write(drain, job)
+        return write(drain, *job)
 
     setattr(Drain, "_write", written)  # noqa: B010
     vars(group)["ANSWER_SECONDS"] = 0.2

@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,7 +46,6 @@ class Shard:
         layout_hash, layout: hex, and the layout file.
         total: bytes that all ranks together are about to write, roughly.
         metadata: the user's, as an encoded value; rank 0's counts.
-        release: called once when the source is no longer needed.
     """
 
     source: Source | None
@@ -56,14 +55,30 @@ class Shard:
     layout: bytes
     total: int
     metadata: Any
-    release: Callable[[], None]
+
+
+class Staged(Protocol):
+    """What a rank has staged, or is staging (see :class:`tierckpt.snapshot.staging.Staging`)."""
+
+    def ready(self) -> bytes:
+        """Wait until all is there; what the other ranks have to know of it."""
+
+    def settle(self, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
+        """What to write, given what all ranks said, and a line for each replica that differs. Collective."""
+
+    def release(self) -> None:
+        """Give back what it takes; it is not needed any more."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which training stood at the fence because of it."""
 
 
 @dataclass
 class _Job:
     step: int
     pinned: bool
-    shard: Shard | BaseException
+    staged: Staged | BaseException
     handle: Handle
 
 
@@ -78,13 +93,13 @@ class Drain:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, step: int, shard: Shard | BaseException, handle: Handle, *, pinned: bool) -> None:
+    def put(self, step: int, staged: Staged | BaseException, handle: Handle, *, pinned: bool) -> None:
         """Hand over a staged shard, or the reason why this rank has none: the save then fails on all ranks."""
         if self._thread is None:
             # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends.
             self._thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
             self._thread.start()
-        self._queue.put(_Job(step, pinned, shard, handle))
+        self._queue.put(_Job(step, pinned, staged, handle))
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""
@@ -106,15 +121,18 @@ class Drain:
             else:
                 job.handle._finish(info)
             finally:
-                if isinstance(job.shard, Shard):
-                    job.shard.release()
+                if not isinstance(job.staged, BaseException):
+                    job.staged.release()
                 del job
 
     def _drain(self, job: _Job) -> SaveInfo:
         what = f"the save of step {job.step}"
         began = time.perf_counter()
         try:
-            entries = self._ranks.vote(what, lambda: self._write(job), tag=job.step)
+            told = self._ranks.vote(what, lambda: _ready(job), tag=job.step)
+            assert not isinstance(job.staged, BaseException)
+            shard, disagreements = job.staged.settle(what, told)
+            entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
             manifest = self._manifest(job, entries)
         except LostContactError:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
@@ -128,13 +146,13 @@ class Drain:
                 raise FencedError(fenced) from error
             raise
         written = time.perf_counter()
-        assert isinstance(job.shard, Shard)
-        told = self._commit(what, manifest, job.shard.layout, pinned=job.pinned)
+        commit = self._commit(what, manifest, shard.layout, pinned=job.pinned)
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
-        head = told["head"]
-        if told["problem"]:
-            warn(told["problem"])
+        head = commit["head"]
+        for problem in (commit["problem"], disagreements and f"step {job.step}: {disagreement(disagreements)}"):
+            if problem:
+                warn(problem)
         size = sum(shard.size for shard in manifest.shards)
         return SaveInfo(
             job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)
@@ -156,11 +174,9 @@ class Drain:
         found: dict[str, Any] = json.loads(told)
         return found
 
-    def _write(self, job: _Job) -> bytes:
+    def _write(self, job: _Job, shard: Shard) -> bytes:
         """Make this rank's shard and then its receipt durable."""
-        if isinstance(job.shard, BaseException):
-            raise job.shard
-        shard, place = job.shard, self._coordinator.place
+        place = self._coordinator.place
         self._coordinator.room_for(shard.total, job.step, self._ranks.rank)
         if shard.source is None:
             return b""
@@ -205,6 +221,21 @@ class Drain:
             metadata=told[0][4],
             shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
         )
+
+
+def _ready(job: _Job) -> bytes:
+    if isinstance(job.staged, BaseException):
+        raise job.staged
+    found = job.staged.ready()
+    job.handle.timings["fence"] = job.staged.waited
+    return found
+
+
+def disagreement(lines: Sequence[str]) -> str:
+    """What to tell of replicas that differ."""
+    text = "ranks that should hold the same do not (mark what is a rank's own with PerRank):"
+    text += "".join(f"\n  {line}" for line in lines[:50])
+    return text + (f"\n  and {len(lines) - 50} more" if len(lines) > 50 else "")
 
 
 def header_digest(header: bytes) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import torch
 
 from tierckpt import _native
 from tierckpt.config import COPY_THREADS
+from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
+from tierckpt.state.plan import Split
 
 
 class LiveSource:
@@ -24,6 +29,9 @@ class LiveSource:
         self.size = size
         self._table, self._pointers, self._keep = table, pointers, keep
 
+    def ready(self) -> None:
+        """There is nothing to wait for."""
+
     def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
         """Bytes [lo, hi), gathered into ``scratch``."""
         data = memoryview(scratch)[: hi - lo]
@@ -35,13 +43,54 @@ class LiveSource:
         self._table.gather(self._pointers, 0, self.size, memoryview(slot.buffer)[: self.size], COPY_THREADS)
         return SlotSource(slot, self.size)
 
+    def stage_behind_fence(
+        self,
+        slot: Slot,
+        split: Split,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        also: Sequence[Callable[[], None]],
+        done: Callable[[], None],
+    ) -> SlotSource:
+        """Copy the first part of ``split`` into ``slot``, and begin to copy the second, which only ``optimizers`` change.
+
+        Args:
+            tensors: of the second part, by name.
+            also: what else must be done before they change.
+            done: called once when all is there, from any thread.
+        """
+        into = memoryview(slot.buffer)[: self.size]
+        fence.install()
+        watch = fence.Watch(tensors, optimizers)
+        now = array("Q", compress(self._pointers, split.now_rows))
+        later = array("Q", compress(self._pointers, split.later_rows))
+        split.now.gather(now, 0, self.size, into, COPY_THREADS)
+        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, slot], done)
+        copy.start()
+        return SlotSource(slot, self.size, copy)
+
 
 class SlotSource:
-    """A staged shard."""
+    """A staged shard, or one that is being staged by ``copy``."""
 
-    def __init__(self, slot: Slot, size: int) -> None:
+    def __init__(self, slot: Slot, size: int, copy: fence.Copy | None = None) -> None:
         self.size = size
         self._data = memoryview(slot.buffer)
+        self._copy = copy
+
+    def ready(self) -> None:
+        """Wait until all of it is there.
+
+        Raises:
+            TornSnapshotError: the state changed while it was copied.
+        """
+        if self._copy is not None:
+            self._copy.wait()
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which training stood at the fence because of it."""
+        return 0.0 if self._copy is None else self._copy.waited
 
     def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
         """Bytes [lo, hi), in the slot."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from torch.optim import Optimizer
+
 from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays, live
@@ -24,7 +26,8 @@ class Flat:
     ``tensors`` are the live tensors themselves (parameters are not detached). ``values`` are live: encode
     them before the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names
     the tensors that are parameters or state of an ``Optimizer`` in the state: nothing but its step changes
-    them.
+    them. ``optimizers`` are these. Those that may be replayed from a CUDA graph (``capturable``) run no hooks and do not
+    count.
     """
 
     tree: JSON
@@ -32,6 +35,7 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     optimizer_storages: set[str] = field(default_factory=set)
+    optimizers: list[Optimizer] = field(default_factory=list)
 
 
 def flatten(state: Any) -> Flat:
@@ -109,11 +113,13 @@ class _Emitter:
         return [node.kind, children]
 
     def _optimizer(self, node: OptimizerBranch) -> JSON:
-        for group in node.live.param_groups:
-            self.parameters.update(map(id, group["params"]))
         before = len(self.flat.tensors)
         states = self.emit(node.children[0])
-        self.flat.optimizer_storages.update(islice(self.flat.tensors, before, None))
+        if not any(group.get("capturable") for group in node.live.param_groups):
+            for group in node.live.param_groups:
+                self.parameters.update(map(id, group["params"]))
+            self.flat.optimizer_storages.update(islice(self.flat.tensors, before, None))
+            self.flat.optimizers.append(node.live)
         return self._branch(node, [states, *(self.emit(child) for child in node.children[1:])])
 
     def _leaf(self, leaf: Leaf) -> JSON:

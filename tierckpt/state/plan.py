@@ -7,11 +7,11 @@ rank; a ``WritePlan`` is one rank's part of it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -44,21 +44,33 @@ def compose(descriptions: Sequence[bytes], members: Sequence[Sequence[int]], wor
     Raises ``LayoutError`` listing everything that does not fit: a name with different dtypes or shapes,
     pieces that do not cover a tensor exactly once.
     """
+    return compose_read(read_all(descriptions, members, world), world)
+
+
+def read_all(
+    descriptions: Sequence[bytes], members: Sequence[Sequence[int]], world: int
+) -> list[tuple[Description, list[int]]]:
+    """What groups of ranks said, and these groups, in ascending order of their lowest ranks."""
     order = sorted(range(len(descriptions)), key=lambda i: min(members[i]))
     groups = [sorted(members[i]) for i in order]
     if sorted(chain.from_iterable(groups)) != list(range(world)):
         raise ValueError(f"members must name each of {world} ranks once")
-    said = [
-        read(descriptions[i], world, what=f"description of rank {group[0]}")
+    return [
+        (read(descriptions[i], world, what=f"description of rank {group[0]}"), group)
         for i, group in zip(order, groups, strict=True)
     ]
-    composer = _Composer(said, groups)
+
+
+def compose_read(said: Sequence[tuple[Description, list[int]]], world: int) -> Layout:
+    """The same as `compose`, of what `read_all` returns."""
+    descriptions, groups = [description for description, _ in said], [group for _, group in said]
+    composer = _Composer(descriptions, groups)
     entries = composer.entries()
     if composer.problems:
         raise LayoutError(f"the state does not fit together on {world} ranks:\n  " + "\n  ".join(composer.problems))
     trees: dict[bytes, list[int]] = {}
     writers = {0}
-    for description, group in zip(said, groups, strict=True):
+    for description, group in said:
         trees.setdefault(description.tree, []).extend(group)
         if description.per_rank:
             writers.update(group)
@@ -358,6 +370,18 @@ class WritePlan:
         """The geometry of all rows, for any number of copies."""
         return self._rows.table()
 
+    def split(self, names: Container[str]) -> Split | None:
+        """The rows in two parts: those of the tensors ``names``, where the live memory itself is copied, and the others.
+
+        None if the former are none.
+        """
+        live = [name in names and form[3] for name, form in zip(self._names, self._forms, strict=True)]
+        if not any(live):
+            return None
+        later = [False, *live, *[False] * (self.blob is not None)]
+        now = [not row for row in later]
+        return Split(self._rows.table(now), self._rows.table(later), now, later, list(compress(self._names, live)))
+
     def pointers(self, tensors: Mapping[str, Value], blob: bytes | None = None) -> tuple[array[int], list[object]]:
         """The address of the first element of each row as it is now, and what must be kept alive while they
         are used.
@@ -402,6 +426,16 @@ class WritePlan:
             keep.append(padded)
             append(padded.buffer_info()[0])
         return array("Q", map(add, found, self._rows.pointers)), keep
+
+
+class Split(NamedTuple):
+    """The tables of two parts of a plan's rows, which rows they are, and the names of the tensors of the second."""
+
+    now: _native.CopyTable
+    later: _native.CopyTable
+    now_rows: list[bool]
+    later_rows: list[bool]
+    names: list[str]
 
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
@@ -15,27 +15,36 @@ from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
+from tierckpt.state.description import Description
 from tierckpt.state.flat import Flat, flatten
 from tierckpt.state.layout import Described, Describer
 from tierckpt.state.naming import readable
-from tierckpt.state.plan import WritePlan, compose, local_description
-from tierckpt.state.replicas import Replicas
+from tierckpt.state.plan import Split, WritePlan, compose_read, local_description, read_all
+from tierckpt.state.replicas import Replicas, Sample
+from tierckpt.state.settle import Settlement, encode_values, own_layout
 
 if TYPE_CHECKING:
     from tierckpt import _native
     from tierckpt.group import Group
 
 
+Said: TypeAlias = list[tuple[Description, list[int]]]
+"""What groups of ranks hold, and these groups."""
+
+
 @dataclass
 class Planned:
-    """A save that all ranks have agreed on.
+    """A save of this rank.
 
-    ``told``: what the ranks said in the vote. ``disagreements``: a line for each replica that differs between ranks.
+    ``told``: what the ranks said in the vote, or only this rank's word when there was none. ``layout``: what all ranks have
+    agreed on; None when this rank's state has changed since. ``replicas``, ``sample``: what ranks have in common, and
+    what is to be compared; None if nothing is.
     """
 
     told: list[bytes]
-    layout: Layout
-    disagreements: list[str]
+    layout: Layout | None
+    replicas: Replicas | None
+    sample: Sample | None
     taken: Taken
 
 
@@ -43,6 +52,7 @@ class Planned:
 class Prepared:
     """One save of one rank, ready to be copied.
 
+    ``split``: the rows that may be copied while training goes on, and the others; None if there are none of the former.
     ``table``, ``pointers``: None when this rank writes nothing. ``keep``: what must stay alive while the pointers are
     used. ``total``: bytes that all ranks write, roughly.
     """
@@ -52,6 +62,7 @@ class Prepared:
     pointers: array[int]
     keep: list[object]
     total: int
+    split: Split | None
 
 
 @dataclass
@@ -66,30 +77,67 @@ class Taken:
 
 
 class Planner:
-    """Plans for the ranks of ``group``. The plan of the last layout is kept: while it lasts, a save takes one vote."""
+    """Plans for the ranks of ``group``. While a state keeps its layout, a save takes no collective step."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._describer = Describer(group.global_ranks)
-        self._key: tuple[bytes, ...] = ()
+        # What this rank's description was when the layout was agreed on.
+        self._digest = b""
         self._layout: Layout | None = None
+        self._next: tuple[bytes, Layout, Said] | None = None
+        #: The layouts that the ranks agreed on last, by their hashes.
+        self.known: dict[str, Layout] = {}
         self._replicas: Replicas | None = None
+        self._turn = 0
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
+        self._storages: set[str] = set()
+        self._split: Split | None = None
         self._total = 0
 
     def prepare(self, state: Any) -> None:
         """Plan ahead. Collective."""
-        self.prepared(self.plan(state, "planning", lambda: b""))
+        self.prepared(self._together(state, "planning", lambda: b""))
 
-    @paused_collector()
     def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
-        """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote. Collective.
+        """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote.
 
-        Raises, on all ranks:
+        Collective the first time, then not.
+
+        Raises, on all ranks if it is collective:
             StateError, LayoutError: the state cannot be saved.
             Whatever ``mine`` raises.
         """
+        adopted, self._next = self._next, None
+        if adopted is not None:
+            self._agreed(*adopted)
+        # All ranks count alike, whatever becomes of a save.
+        self._turn += 1
+        if self._layout is None:
+            return self._together(state, what, mine)
+        with paused_collector():
+            said = mine()
+            taken = self._take_apart(state)
+        same = derive("description", taken.description) == self._digest
+        return self._planned([said], self._layout, taken) if same else Planned([said], None, None, None, taken)
+
+    def _planned(self, told: list[bytes], layout: Layout | None, taken: Taken) -> Planned:
+        assert self._replicas is not None
+        sample = self._replicas.sample(self._turn, taken.described, taken.encoded)
+        return Planned(told, layout, self._replicas, sample, taken)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the next `plan` is not collective."""
+        return self._layout is not None
+
+    def adopt(self, description: bytes, settlement: Settlement) -> None:
+        """From the next save on, follow what all ranks have agreed on; ``description`` is this rank's. From any thread."""
+        self._next = derive("description", description), settlement.following, settlement.said
+
+    @paused_collector()
+    def _together(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
         taken: list[Taken] = []
 
         def part() -> bytes:
@@ -99,23 +147,32 @@ class Planner:
 
         results = self._group.vote(what, part)
         key = tuple(result[:32] for result in results)
-        if key != self._key or self._layout is None:
-            self._compose(what, key, taken[0].description)
-        layout = self._layout
-        assert layout is not None
-        assert self._replicas is not None
-        disagreements = self._replicas.compare(taken[0].described, taken[0].encoded, what)
-        return Planned([result[32:] for result in results], layout, disagreements, taken[0])
+        self._agreed(key[self._group.rank], *self._compose(what, key, taken[0].description))
+        return self._planned([result[32:] for result in results], self._layout, taken[0])
+
+    def _agreed(self, digest: bytes, layout: Layout, said: Said) -> None:
+        self._digest, self._layout, self._plan = digest, layout, None
+        self.known = dict([*self.known.items(), (layout.hash, layout)][-3:])
+        self._replicas = Replicas(layout, self._group.rank, said)
+        self._total = _total(layout)
 
     @paused_collector()
     def prepared(self, planned: Planned) -> Prepared:
-        """This rank's part of what was planned. Not collective.
+        """This rank's part of what was planned, or all that it holds. Not collective.
 
         Raises:
             LayoutError: the header of its shard would be too large.
         """
-        plan, table, pointers, keep = self._write_plan(planned.layout, planned.taken)
-        return Prepared(plan, table, pointers, keep, self._total)
+        taken, rank = planned.taken, self._group.rank
+        if planned.layout is not None:
+            plan, table, pointers, keep, split = self._write_plan(planned.layout, taken)
+            return Prepared(plan, table, pointers, keep, self._total, split)
+        layout = own_layout(taken.description, rank, self._group.size)
+        blob = blobs.encode({**taken.encoded, **taken.per_rank})
+        plan = WritePlan(layout, rank, taken.described, len(blob))
+        pointers, keep = plan.pointers(taken.flat.tensors, blob)
+        split = plan.split(taken.flat.optimizer_storages)
+        return Prepared(plan, plan.table(), pointers, keep, plan.size * self._group.size, split)
 
     def _take_apart(self, state: Any) -> Taken:
         flat = flatten(state)
@@ -124,57 +181,53 @@ class Planner:
         description = local_description(described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size)
         return Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
 
-    def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
+    def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> tuple[Layout, Said]:
         """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""
         members: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(key):
             members.setdefault(digest, []).append(rank)
         speaks = members[key[self._group.rank]][0] == self._group.rank
         said = self._group.exchange(description if speaks else b"")
-        found: list[Layout] = []
+        found: list[tuple[Layout, Said]] = []
 
         def part() -> bytes:
-            found.append(compose([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key)))
-            return json.dumps(found[0].hash).encode()
+            all_said = read_all([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key))
+            found.append((compose_read(all_said, len(key)), all_said))
+            return json.dumps(found[0][0].hash).encode()
 
         hashes = self._group.vote(what, part)
         if len(set(hashes)) != 1:
             raise LayoutError(
                 f"{what}: ranks made different layouts of the same descriptions; do they run the same version?"
             )
-        self._layout, self._key, self._plan = found[0], key, None
-        self._replicas = Replicas(self._group, found[0])
-        self._total = _total(found[0])
+        return found[0]
 
     def _write_plan(
         self, layout: Layout, taken: Taken
-    ) -> tuple[WritePlan, _native.CopyTable | None, array[int], list[object]]:
-        rank = self._group.rank
-        blob = None
-        if layout.has_blob(rank):
-            own = dict(taken.encoded) if _speaks_for_tree(layout, rank) else {}
-            blob = blobs.encode({**own, **taken.per_rank})
+    ) -> tuple[WritePlan, _native.CopyTable | None, array[int], list[object], Split | None]:
+        rank, storages = self._group.rank, taken.flat.optimizer_storages
+        blob = encode_values(layout, rank, taken.encoded, taken.per_rank)
         plan = self._plan
-        if plan is not None and (plan.blob is None) == (blob is None):
+        if plan is not None:
             try:
                 pointers, keep = plan.pointers(taken.flat.tensors, blob)
-                return plan, self._table, pointers, keep
+                if storages != self._storages:
+                    self._storages, self._split = storages, plan.split(storages)
+                return plan, self._table, pointers, keep, self._split
             except LayoutError:
                 # Strides changed, or the values outgrew their place: only this rank's shard looks different.
                 self._plan = None
         plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
-        table = plan.table() if plan.header is not None else None
+        table, split = None, None
+        if plan.header is not None:
+            table, split = plan.table(), plan.split(storages)
         pointers, keep = plan.pointers(taken.flat.tensors, blob)
-        self._plan, self._table = plan, table
-        return plan, table, pointers, keep
+        self._plan, self._table, self._storages, self._split = plan, table, storages, split
+        return plan, table, pointers, keep, split
 
 
 def _encoded(live: Mapping[str, Any]) -> dict[str, JSON]:
     return {name: values.encode(value, path=readable(name)) for name, value in live.items()}
-
-
-def _speaks_for_tree(layout: Layout, rank: int) -> bool:
-    return any(tree.ranks[0][0] == rank for tree in layout.trees)
 
 
 def _total(layout: Layout) -> int:

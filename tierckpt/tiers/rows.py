@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, compress, repeat
 from operator import mul
 
 from tierckpt import _native
@@ -59,8 +59,17 @@ class Rows:
         for column in (self._items, self._ndims, self._far, self._near):
             column.extend(ones)
 
-    def table(self) -> _native.CopyTable:
-        return _native.CopyTable(self._offsets, self._items, self._ndims, self._shapes, self._far, self._near)
+    def table(self, chosen: Sequence[bool] | None = None) -> _native.CopyTable:
+        """Of all rows, or of those that are ``chosen``; pointers have to be chosen likewise."""
+        rows = self._offsets, self._items, self._ndims
+        dims = self._shapes, self._far, self._near
+        if chosen is None:
+            return _native.CopyTable(*rows, *dims)
+        each = list(chain.from_iterable(map(repeat, chosen, self._ndims)))
+        return _native.CopyTable(
+            *[array("q", compress(column, chosen)) for column in rows],
+            *[array("q", compress(column, each)) for column in dims],
+        )
 
 
 def strides(size: Sequence[int], item: int) -> tuple[int, ...]:

@@ -1,0 +1,241 @@
+"""The fence: what is copied while training goes on is what was there when ``save()`` was called, or the save fails loudly.
+
+Copies are held at a gate that the test opens, so that every order of events is one that the test chose.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tierckpt import Checkpointer, TornSnapshotError
+from tierckpt.snapshot import fence
+
+
+class Gate:
+    """What threads in the background copy waits until it is open, or until the test's own thread lends a hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.arrived = threading.Event()
+        copy, mine = fence.Copy._copy, threading.current_thread()
+
+        def gated(self_: fence.Copy, lo: int, hi: int) -> None:
+            if threading.current_thread() is not mine:
+                self.arrived.set()
+                self.open.wait()
+            else:
+                self.open.set()
+            copy(self_, lo, hi)
+
+        monkeypatch.setattr(fence.Copy, "_copy", gated)
+        monkeypatch.setattr(fence, "COPY_BLOCK", 64)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+    fence.wait()
+
+
+def model_and_optimizer(kind: Any = torch.optim.AdamW, **more: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    return model, kind(model.parameters(), lr=0.1, **more)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+
+
+def clone(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+OPTIMIZERS = [
+    pytest.param(torch.optim.AdamW, {}, id="adamw"),
+    pytest.param(torch.optim.AdamW, {"foreach": True}, id="foreach"),
+    pytest.param(torch.optim.AdamW, {"fused": True}, id="fused"),
+    pytest.param(torch.optim.SGD, {"momentum": 0.9}, id="sgd"),
+    pytest.param(torch.optim.Adagrad, {}, id="adagrad"),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), OPTIMIZERS)
+def test_an_optimizers_step_waits_for_the_copy(tmp_path: Path, gate: Gate, kind: Any, more: dict[str, Any]) -> None:
+    """The step does most of the copy itself: others are held at the gate, with one block each."""
+    model, optimizer = model_and_optimizer(kind, **more)
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        before = clone(model)
+        moments = {name: dict(entry) for name, entry in enumerate(optimizer.state.values())}
+        moments = {n: {k: torch.as_tensor(v).clone() for k, v in entry.items()} for n, entry in moments.items()}
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        assert not handle._staged.is_set()
+        model(torch.randn(4, 8))  # buffers change without an optimizer; they were copied before save() returned
+        gate.arrived.wait()
+        step(model, optimizer)
+        assert handle._staged.is_set()
+        handle.wait()
+        assert handle.timings["fence"] > 0
+    found = tierckpt.read(tmp_path / "s")
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in before.items())
+    states = list(found["optimizer"]["state"].values())
+    assert all(torch.equal(torch.as_tensor(states[n][k]), v) for n, entry in moments.items() for k, v in entry.items())
+    assert all(not torch.equal(before[name], tensor) for name, tensor in clone(model).items() if "weight" in name)
+
+
+def test_a_change_without_a_step_is_torn_and_never_saved(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+    gate.arrived.wait()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    gate.open.set()
+    with pytest.raises(TornSnapshotError, match=r"model\.0\.weight: changed while being copied"):
+        handle.wait()
+    step(model, optimizer)
+    ckpt.save(2, {"model": model, "optimizer": optimizer}).wait()
+    ckpt.close()
+    assert tierckpt.steps(tmp_path / "s") == [2]
+
+
+@pytest.mark.parametrize("how", ["data", "step count"])
+def test_changes_that_bump_no_version_are_found(tmp_path: Path, gate: Gate, how: str) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+    gate.arrived.wait()
+    parameter = next(model.parameters())
+    if how == "data":
+        parameter.data = parameter.data.clone()
+    else:
+        # As fused kernels do: the memory is written, no counter of torch moves.
+        count = optimizer.state[parameter]["step"]
+        memory = torch.frombuffer(memoryview(count.numpy()).cast("B"), dtype=torch.float32)
+        memory += 1
+    gate.open.set()
+    with pytest.raises(TornSnapshotError):
+        handle.wait()
+    ckpt.close()
+
+
+def test_fence_waits_for_what_no_optimizer_does(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        before = clone(model)
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        gate.arrived.wait()
+        ckpt.fence()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        handle.wait()
+    found = tierckpt.read(tmp_path / "s", keys=["model.*"])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_a_load_into_the_same_state_waits(tmp_path: Path, gate: Gate) -> None:
+    """A load writes through addresses: it bumps no version, so it must not come in between."""
+    model, optimizer = model_and_optimizer()
+    tierckpt.save({"model": model}, tmp_path / "old", step=1)
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        before = clone(model)
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        gate.arrived.wait()
+        tierckpt.load({"model": model}, tmp_path / "old")
+        handle.wait()
+    found = tierckpt.read(tmp_path / "s", keys=["model.*"])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_what_no_optimizer_owns_is_copied_before_save_returns(tmp_path: Path, gate: Gate) -> None:
+    """EMA weights, buffers, and everything of async_save."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    ema = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer, "ema": ema})
+        kept = {name: tensor.clone() for name, tensor in ema.items()}
+        for tensor in ema.values():
+            tensor.zero_()
+        gate.open.set()
+        handle.wait()
+    found = tierckpt.read(tmp_path / "s", keys=["ema.*"])["ema"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+    gate.open.clear()
+    before = clone(model)
+    handle = tierckpt.async_save({"model": model, "optimizer": optimizer}, tmp_path / "t", step=1)
+    assert handle._staged.is_set()
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    handle.wait()
+    found = tierckpt.read(tmp_path / "t", keys=["model.*"])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def test_tensors_made_anew_at_each_step_are_found_anew(tmp_path: Path) -> None:
+    """A plan is kept, addresses are not: the bytes of the first step must never come again."""
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        for number in range(4):
+            ckpt.save(number, {"w": torch.full((1000,), float(number)), "n": number}).wait()
+            found = tierckpt.read(tmp_path / "s")
+            assert found["n"] == number
+            assert (found["w"] == number).all()
+
+
+def test_an_optimizer_that_may_be_replayed_is_copied_at_once(tmp_path: Path, gate: Gate) -> None:
+    """A step replayed from a CUDA graph runs no hooks, bumps no versions."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    optimizer.param_groups[0]["capturable"] = True
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        assert handle._staged.is_set()
+        optimizer.param_groups[0]["capturable"] = False
+        handle = ckpt.save(2, {"model": model, "optimizer": optimizer})
+        assert not handle._staged.is_set()
+        optimizer.param_groups[0]["capturable"] = True
+        gate.open.set()
+        handle.wait()
+        gate.open.clear()
+        assert ckpt.save(3, {"model": model, "optimizer": optimizer})._staged.is_set()
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_copies(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        ckpt.save(1, {"model": model, "optimizer": optimizer})
+        child = os.fork()
+        if child == 0:
+            fence.wait()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        gate.open.set()
+
+
+def test_nothing_is_left_of_a_copy(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off", tiers=[tierckpt.Disk(keep=1)]) as ckpt:
+        for number in range(20):
+            ckpt.save(number, {"model": model, "optimizer": optimizer})
+            step(model, optimizer)
+    assert fence._active == []

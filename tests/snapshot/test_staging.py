@@ -1,0 +1,183 @@
+"""Saves of which only the first is collective: whatever changes between two saves, on whichever ranks, is saved whole."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+import tierckpt
+from tests.harness import run_ranks
+from tierckpt import Checkpointer, LayoutError, PerRank, StateError
+from tierckpt.group import Group
+
+
+def _equal(found: Any, state: dict[str, Any]) -> bool:
+    return all(torch.equal(found[name], value) for name, value in state.items() if isinstance(value, torch.Tensor))
+
+
+def _without_a_word(rank: int, root: str) -> list[int]:
+    """Ranks save at different times, each without hearing of the others."""
+    state = {"w": torch.arange(1000.0), "n": 0, "own": PerRank(rank)}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        calls: list[str] = []
+        vote, exchange = Group.vote, Group.exchange
+        mine = ckpt._group
+
+        def counted_vote(group: Group, what: str, *args: Any, **more: Any) -> Any:
+            if group is mine:
+                calls.append(what)
+            return vote(group, what, *args, **more)
+
+        def counted_exchange(group: Group, *args: Any) -> Any:
+            if group is mine:
+                calls.append("exchange")
+            return exchange(group, *args)
+
+        Group.vote, Group.exchange = counted_vote, counted_exchange  # type: ignore[method-assign]
+        handles = []
+        for turn in range(2):
+            if turn == rank:  # rank 1 begins when rank 0 has made all of its saves
+                for step in range(1, 3):  # as many as there are slots
+                    state["w"] += 1
+                    state["n"] = step
+                    handles.append(ckpt.save(step, state))
+            dist.barrier()
+        steps = [handle.wait().step for handle in handles]  # type: ignore[union-attr]
+        assert calls == []
+    return steps
+
+
+def test_from_the_second_save_on_no_rank_waits_for_another(tmp_path: Path) -> None:
+    assert run_ranks(_without_a_word, 2, str(tmp_path / "s")) == [[1, 2], [1, 2]]
+    assert tierckpt.read(tmp_path / "s")["n"] == 2
+
+
+def _momentum(rank: int, root: str, live: bool) -> str:
+    """Optimizer state appears between two saves, on all ranks; large replicated tensors are split over writers."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1500, 1500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"m": model, "o": optimizer, "rank": PerRank(rank)}
+    kept = {}
+    with Checkpointer(root, agent="off") as ckpt:
+        for step in range(4):
+            if live:
+                tierckpt.save(state, root + "live", step=step)
+            handle = ckpt.save(step, state)
+            handle.wait()
+            kept[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model(torch.ones(2, 1500)).sum().backward()
+            optimizer.step()
+    for step in range(4):
+        for path in [root, root + "live"] if live else [root]:
+            found = tierckpt.read(path, step=step)
+            assert _equal(found["m"], kept[step]), step
+            assert len(found["o"]["state"]) == (2 if step else 0)
+            assert found["rank"] == rank
+    report = tierckpt.verify(root, every=True)
+    assert report.ok, report.problems
+    # Stored once: the step in which the layout changed as well as those before and after it.
+    sizes = [
+        sum(path.stat().st_size for path in Path(root, f"g0001/s{step:012}").glob("*.safetensors")) for step in range(4)
+    ]
+    assert sizes[1] < 2.2 * sizes[0]
+    assert abs(sizes[1] - sizes[3]) < 100_000
+    return "fine"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_state_that_appears_on_all_ranks(tmp_path: Path, live: bool) -> None:
+    assert set(run_ranks(_momentum, 3, str(tmp_path / "s"), live)) == {"fine"}
+
+
+def _some(rank: int, root: str) -> list[str]:
+    """One rank's state changes: it gets tensors of its own, others keep what they have in common."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(4 * 6000.0).reshape(4 * 6, 1000)
+    state: dict[str, Any] = {
+        "sharded": DTensor.from_local(whole.chunk(4)[rank].clone(), mesh, [Shard(0)]),
+        "replicated": DTensor.from_local(torch.arange(50.0), mesh, [Replicate()]),
+        "large": torch.arange(2_000_000.0),  # split over several writers
+        "tied": None,
+        "n": 1,
+    }
+    state["tied"] = state["large"]
+    told = []
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        if rank == 2:
+            state["extra"] = torch.full((7, 3), 2.0)
+            state["values"] = {"a": 1}
+        handle = ckpt.save(1, state)
+        handle.wait()
+        state["large"] += 1
+        ckpt.save(2, state).wait()  # planned anew, nothing is collective about it
+        if rank == 2:
+            del state["extra"]
+        ckpt.save(3, state).wait()
+        if rank in (0, 3):
+            state["more"] = torch.ones(5)
+        ckpt.save(4, state).wait()
+        for step in range(5):
+            found = tierckpt.read(root, step=step)
+            told.append(f"{step}: {', '.join(sorted(found))}")
+            assert torch.equal(found["sharded"], whole)
+            assert torch.equal(found["replicated"], torch.arange(50.0))
+            assert torch.equal(found["large"], torch.arange(2_000_000.0) + (step > 1))
+            assert found["tied"] is found["large"]
+            assert found.get("values", {"a": 1}) == {"a": 1}
+    report = tierckpt.verify(root, every=True)
+    assert report.ok, report.problems
+    return told
+
+
+def test_state_that_changes_on_some_ranks(tmp_path: Path) -> None:
+    found = run_ranks(_some, 4, str(tmp_path / "s"))
+    base = "large, n, replicated, sharded, tied"
+    assert found[0] == [
+        f"0: {base}",
+        "1: extra, large, n, replicated, sharded, tied, values",
+        "2: extra, large, n, replicated, sharded, tied, values",
+        f"3: {base}, values",
+        "4: large, more, n, replicated, sharded, tied, values",
+    ]
+    assert all(each == found[0] for each in found)
+
+
+def _impossible(rank: int, root: str) -> tuple[str, list[int]]:
+    """A tensor whose shape changes on one rank only fails that save on all ranks, and nothing else."""
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {"w": DTensor.from_local(torch.full((2, 3), float(rank)), mesh, [Shard(0)]), "n": 0}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        good = state["w"]
+        if rank == 1:
+            state["w"] = torch.zeros(3, 3)
+        handle = ckpt.save(1, state)
+        with pytest.raises(LayoutError, match="w") as caught:
+            handle.wait()
+        state["w"] = good
+        ckpt.save(2, state).wait()
+        if rank == 0:
+            state["bad"] = object()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = ckpt.save(3, state)
+        with pytest.raises(StateError, match="bad"):
+            handle.wait()
+        state.pop("bad", None)
+        ckpt.save(4, state).wait()
+    return str(caught.value), tierckpt.steps(root)
+
+
+def test_what_does_not_fit_together_fails_alike_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_impossible, 2, str(tmp_path / "s"))
+    assert first == second
+    assert first[1] == [0, 2, 4]
