@@ -47,6 +47,18 @@ std::pair<int, bool> open_direct(int dir_fd, const char* name, int flags, mode_t
   return {fd, direct};
 }
 
+bool reserve(int fd, int64_t size) {
+  if (size <= 0) return false;
+  int result;
+  do {
+    result = fallocate(fd, 0, 0, size);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return true;
+  // What the writes would meet too, only later. All else just means that this file system does not reserve.
+  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) fail(errno, "fallocate");
+  return false;
+}
+
 void write_at(int fd, const char* data, size_t n, int64_t offset) {
   size_t done = 0;
   int idle = 0;

@@ -147,6 +147,10 @@ std::pair<int, bool> py_open_direct(int dir_fd, const py::object& name, int flag
   return without_gil([&] { return open_direct(dir_fd, text, flags, mode); }, name.ptr());
 }
 
+bool py_reserve(int fd, int64_t size) {
+  return without_gil([&] { return reserve(fd, size); });
+}
+
 void py_write_at(int fd, const py::object& object, int64_t offset) {
   const View memory(object, PyBUF_SIMPLE);
   without_gil([&] { write_at(fd, memory.data(), memory.size(), offset); });
@@ -216,6 +220,8 @@ PYBIND11_MODULE(_native, m) {
         "Make all pages of a writable buffer present, in parallel, without changing them.");
   m.def("open_direct", &py_open_direct, "dir_fd"_a, "name"_a, "flags"_a, "mode"_a = 0666,
         "Open a file past the page cache where its file system allows it: (descriptor, whether it does).");
+  m.def("reserve", &py_reserve, "fd"_a, "size"_a,
+        "Allocate the first `size` bytes of a file where its file system can do that; whether it did.");
   m.def("write_at", &py_write_at, "fd"_a, "buffer"_a, "offset"_a, "Write the whole buffer at `offset`.");
   m.def("read_at", &py_read_at, "fd"_a, "buffer"_a, "offset"_a,
         "Read at `offset` until the buffer is full or the file ends; return the bytes read.");

@@ -145,6 +145,16 @@ def open_direct(dir_fd: int, name: str | bytes, flags: int, mode: int = 0o666) -
         OSError: with the name.
     """
 
+def reserve(fd: int, size: int) -> bool:
+    """Allocate the first ``size`` bytes of a file, which then has at least that size.
+
+    Returns:
+        Whether it did: many file systems cannot.
+
+    Raises:
+        OSError: there is no room (ENOSPC, EDQUOT, EFBIG), or the device failed (EIO).
+    """
+
 def write_at(fd: int, buffer: _Readable, offset: int) -> None:
     """Write the whole buffer at ``offset``.
 

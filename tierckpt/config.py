@@ -10,8 +10,12 @@ from typing import Any
 
 from tierckpt.errors import StateError
 
-#: Threads that hash and write (or read and verify) one shard. More than the cores: half of them wait for the disk.
+#: Threads that gather and hash (or read and verify) chunks.
 IO_THREADS = 4
+#: Writes of chunks under way at once. They end in bursts: fewer leave the disk idle now and then.
+WRITES = 4
+#: Chunks that may be anywhere between their source and the disk: those being written, and as many ready to be.
+CHUNKS_AHEAD = 2 * WRITES
 #: Threads that copy state into a slot.
 COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
 #: Bytes that a thread copies at once while training goes on; whoever waits at the fence takes turns with it.

@@ -155,7 +155,7 @@ class _Change:
             assert isinstance(content, bytearray)
             if self.operation.name == "write":
                 _write(content, self.operation, fate)
-            else:
+            elif self.operation.name != "allocate" or len(content) < self.operation.offset:
                 _resize(content, self.operation.offset)
 
 
@@ -206,7 +206,7 @@ class Record:
         return now.find(operation.path) if node is None else node
 
     def _resolve(self, now: Tree, index: int, operation: Operation) -> list[_Change]:
-        if operation.name in ("write", "truncate"):
+        if operation.name in ("write", "truncate", "allocate"):
             node = self._node(now, operation)
             return [_Change(index, operation, (node,), file=node)]
         folder, name = _entry(now, operation.path)

@@ -27,6 +27,7 @@ NAMES = {
     "pwrite64": "write",
     "fdatasync": "fsync",
     "ftruncate": "truncate",
+    "fallocate": "allocate",
     "linkat": "link",
     "unlinkat": "unlink",
     "mkdirat": "mkdir",

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierckpt._native import Buffer, cached, open_direct, read_at, write_at
+from tierckpt._native import Buffer, cached, open_direct, read_at, reserve, write_at
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
@@ -186,3 +186,38 @@ def test_cached(tmp_path: Path) -> None:
             cached(fd, 0, -1)
     with pytest.raises(OSError):
         cached(-1, 0, 1)
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 20])
+def test_reserve(folder: int, tmp_path: Path, size: int) -> None:
+    fd, _ = open_direct(folder, "file", CREATE)
+    try:
+        if not reserve(fd, size):
+            pytest.skip("this file system does not reserve")
+        found = os.fstat(fd)
+        assert found.st_size == size
+        assert found.st_blocks * 512 >= size
+        assert (tmp_path / "file").read_bytes() == bytes(size)
+        assert reserve(fd, 100)  # what is there stays
+        assert os.fstat(fd).st_size == size
+    finally:
+        os.close(fd)
+
+
+def test_reserve_without_room_or_without_the_operation(folder: int) -> None:
+    fd, _ = open_direct(folder, "file", CREATE)
+    try:
+        assert not reserve(fd, 0)
+        assert os.fstat(fd).st_size == 0
+        if reserve(fd, 1):
+            with pytest.raises(OSError) as caught:
+                reserve(fd, 1 << 62)
+            assert caught.value.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    finally:
+        os.close(fd)
+    reading, writing = os.pipe()
+    try:
+        assert not reserve(writing, 4096)
+    finally:
+        os.close(reading)
+        os.close(writing)

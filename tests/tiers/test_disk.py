@@ -202,6 +202,30 @@ def test_errors_name_the_file_and_the_reason(place: DiskPlace, monkeypatch: pyte
     assert names(place) == []
 
 
+def test_a_shard_for_which_there_is_no_room_is_refused_at_once(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_native, "reserve", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(StoreError, match=r"cannot write .*/f/shard: No space left"):
+        place.writer("f/shard", 10_000)
+    assert names(place) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_system_that_reserves_nothing_is_written_all_the_same(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "reserve", lambda *_: False)
+    writer = place.writer("shard", 5)
+    write(writer, 0, b"12345")
+    writer.commit()
+    assert place.read("shard", 5) == b"12345"
+
+
 def test_a_file_system_that_can_neither_link_nor_rename_says_so(
     place: DiskPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,8 @@ from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.format.receipt import Receipt
 from tierckpt.telling import warn
-from tierckpt.tiers.chunks import Source, retried, write_shard
+from tierckpt.tiers.chunks import retried, write_shard
+from tierckpt.tiers.pipeline import Source
 from tierckpt.tiers.store import put
 
 

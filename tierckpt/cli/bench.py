@@ -169,6 +169,7 @@ def _write(path: Path, memory: memoryview) -> None:
     try:
         fd, _ = _native.open_direct(folder, path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
+            _native.reserve(fd, memory.nbytes)  # as we do: else its writes exclude each other
 
             def work(index: int, _: _native.Buffer) -> None:
                 lo, hi = chunk_range(index, memory.nbytes)

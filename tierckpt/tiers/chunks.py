@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierckpt import _native
 from tierckpt.config import WRITE_ATTEMPTS, WRITE_BACKOFF
 from tierckpt.errors import IntegrityError, StoreError
 from tierckpt.format import shard
-from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range, derive
+from tierckpt.format.digest import chunk_digest, chunk_range, derive
 from tierckpt.format.layout import Layout
 from tierckpt.format.receipt import Receipt
-from tierckpt.tiers.base import Place, Reader, Writer
+from tierckpt.tiers.base import Place, Reader
+from tierckpt.tiers.pipeline import Pipeline, Source
 from tierckpt.tiers.workers import workers
 
 if TYPE_CHECKING:
@@ -36,53 +37,27 @@ PASSING = frozenset(
 )
 
 
-class Source(Protocol):
-    """Where the bytes of a shard come from: a slot that holds a copy, or live state that stands still."""
-
-    size: int
-
-    def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
-        """Bytes [lo, hi) of the shard, in ``scratch`` or in memory of its own; page-aligned, and followed by memory up to
-        the next page boundary that may be written out too."""
-
-
-def write_shard(place: Place, name: str, source: Source) -> bytes:
+def write_shard(place: Place, name: str, source: Source, digests: bytes | None = None) -> bytes:
     """Write a shard durably; its chunk digests, one after the other. Passing errors are retried.
+
+    Args:
+        digests: those of the chunks, where they have been taken before; the bytes are not hashed again then.
 
     Raises:
         StoreError: the place refused; what had been written is removed.
     """
-    return retried(lambda: _write_shard(place, name, source))
 
+    def attempt() -> bytes:
+        writer = place.writer(name, source.size)
+        try:
+            found = Pipeline(writer, source, digests).run()
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        return found
 
-def _write_shard(place: Place, name: str, source: Source) -> bytes:
-    writer = place.writer(name, source.size)
-    try:
-        digests: list[bytes] = [b""] * chunk_count(source.size)
-
-        def work(index: int, scratch: _native.Buffer) -> None:
-            lo, hi = chunk_range(index, source.size)
-            data = source.chunk(lo, hi, scratch)
-            digests[index] = chunk_digest(data)
-            _write_padded(writer, lo, data)
-
-        workers().each(len(digests), work)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    return b"".join(digests)
-
-
-def _write_padded(writer: Writer, offset: int, data: memoryview) -> None:
-    missing = -data.nbytes % writer.alignment
-    if missing:
-        # Direct writes come in whole blocks; the writer cuts the file to its size in the end.
-        block = _native.Buffer(data.nbytes + missing)
-        memoryview(block)[: data.nbytes] = data
-        writer.write(offset, block)
-    else:
-        writer.write(offset, data)
+    return retried(attempt)
 
 
 def retried(attempt: Callable[[], bytes]) -> bytes:

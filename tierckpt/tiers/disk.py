@@ -143,7 +143,16 @@ class DiskPlace(Place):
                 fd, direct = _native.open_direct(folder_fd, base, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             finally:
                 os.close(folder_fd)
-        return _DiskWriter(self, name, fd, size, ALIGNMENT if direct else 1)
+        writer = _DiskWriter(self, name, fd, size, ALIGNMENT if direct else 1)
+        try:
+            # Writes that make a file longer exclude each other (the kernel holds the inode's lock over the whole of
+            # each), so that nothing is under way at the disk between one and the next. And a full disk tells at once.
+            with self._told(name, "write"):
+                _native.reserve(fd, -(-size // ALIGNMENT) * ALIGNMENT)
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
 
     def list(self, folder: str = "") -> Iterator[FileInfo]:
         stack = [folder]

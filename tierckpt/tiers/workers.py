@@ -12,24 +12,41 @@ import threading
 from collections.abc import Callable
 
 from tierckpt import _native
-from tierckpt.config import IO_THREADS
+from tierckpt.config import CHUNKS_AHEAD, IO_THREADS, WRITES
 from tierckpt.format.digest import CHUNK
 
 
 class Workers:
-    """``count`` threads, each with a page-aligned scratch buffer of one chunk."""
+    """Threads that work on chunks, and threads that wait for the disk.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: those that work, each with a page-aligned scratch buffer of one chunk.
+        writes: those that wait.
+        ahead: buffers of one chunk that are handed from the ones to the others.
+    """
+
+    def __init__(self, count: int, writes: int, ahead: int) -> None:
         self.count = count
         self._pid = os.getpid()
         self._tasks: queue.SimpleQueue[Callable[[_native.Buffer], None]] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Taken with get() and given back with put(). Whoever has one must not wait for another.
+        self.buffers: queue.SimpleQueue[_native.Buffer] = queue.SimpleQueue()
+        for _ in range(ahead):
+            self.buffers.put(_native.Buffer(CHUNK))
         for number in range(count):
             threading.Thread(target=self._work, name=f"tierckpt-io-{number}", daemon=True).start()
+        for number in range(writes):
+            threading.Thread(target=self._write, name=f"tierckpt-write-{number}", daemon=True).start()
 
     def _work(self) -> None:
         scratch = _native.Buffer(CHUNK)
         while True:
             self._tasks.get()(scratch)
+
+    def _write(self) -> None:
+        while True:
+            self._writes.get()()
 
     def each(self, items: int, work: Callable[[int, _native.Buffer], None]) -> None:
         """``work(i, scratch)`` for i < ``items``, in order of beginning; returns when all have ended.
@@ -38,39 +55,68 @@ class Workers:
             What ``work`` raised first; later items are then not begun.
         """
         job = _Job(items, work)
-        for _ in range(min(self.count, items)):
+        threads = min(self.count, items)
+        for _ in range(threads):
             self._tasks.put(job.run)
-        job.wait(min(self.count, items))
+        job.wait(threads)
+
+    def write(self, task: Callable[[], None]) -> None:
+        """Have ``task`` done by a thread that waits for the disk, in order of beginning. It must not raise."""
+        self._writes.put(task)
+
+
+class Failure:
+    """The first error of several threads, and the wait for all of them."""
+
+    def __init__(self) -> None:
+        self.change = threading.Condition()
+        self.error: BaseException | None = None
+
+    def set(self, error: BaseException) -> None:
+        with self.change:
+            self.error = self.error or error
+
+    def wait(self, ended: Callable[[], bool]) -> None:
+        """Wait for a ``change`` after which all have ``ended``, then raise what the first one raised.
+
+        An interrupt counts as an error and does not end the wait: what the threads use is the caller's.
+        """
+        while True:
+            try:
+                with self.change:
+                    self.change.wait_for(ended)
+                break
+            except BaseException as error:
+                self.set(error)
+        if self.error is not None:
+            raise self.error
 
 
 class _Job:
     def __init__(self, items: int, work: Callable[[int, _native.Buffer], None]) -> None:
         self._items, self._work = items, work
-        self._next = 0
-        self._lock = threading.Lock()
-        self._ended = threading.Semaphore(0)
-        self._error: BaseException | None = None
+        self._next = self._ended = 0
+        self._failure = Failure()
 
     def run(self, scratch: _native.Buffer) -> None:
+        failure = self._failure
         try:
             while True:
-                with self._lock:
+                with failure.change:
                     index = self._next
-                    if index >= self._items or self._error is not None:
+                    if index >= self._items or failure.error is not None:
                         return
                     self._next = index + 1
                 self._work(index, scratch)
         except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
+            failure.set(error)
         finally:
-            self._ended.release()
+            with failure.change:
+                self._ended += 1
+                failure.change.notify()
 
     def wait(self, threads: int) -> None:
-        for _ in range(threads):
-            self._ended.acquire()
-        if self._error is not None:
-            raise self._error
+        self._failure.wait(lambda: self._ended == threads)
 
 
 _workers: Workers | None = None
@@ -82,5 +128,5 @@ def workers() -> Workers:
     global _workers
     with _lock:
         if _workers is None or _workers._pid != os.getpid():
-            _workers = Workers(IO_THREADS)
+            _workers = Workers(IO_THREADS, WRITES, CHUNKS_AHEAD)
         return _workers

@@ -1,0 +1,121 @@
+"""The chunks of one shard on their way into a file: gathered, hashed and written at the same time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+from tierckpt import _native
+from tierckpt.format.digest import SIZE, chunk_count, chunk_digest, chunk_range
+from tierckpt.tiers.base import Writer
+from tierckpt.tiers.workers import Failure, workers
+
+
+class Source(Protocol):
+    """Where the bytes of a shard come from: a slot that holds a copy, or live state that stands still."""
+
+    size: int
+
+    def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
+        """Bytes [lo, hi) of the shard, at the beginning of ``scratch`` (page-aligned, of one chunk) or in page-aligned
+        memory of its own, where they stay until the shard is written. Called from several threads, each chunk once."""
+
+
+class Pipeline:
+    """Carries a source into a writer, once.
+
+    A chunk is handed to the threads that write as soon as it has been gathered, and hashed while it is on its way:
+    threads that hash and then write would pause together, since the disk serves them together, and leave it idle.
+
+    Args:
+        digests: those of all chunks, one after the other, if they are known; nothing is hashed then.
+    """
+
+    def __init__(self, writer: Writer, source: Source, digests: bytes | None = None) -> None:
+        count = chunk_count(source.size)
+        if digests is not None and len(digests) != count * SIZE:
+            raise ValueError(f"{len(digests)} bytes of digests for {count} chunks")
+        self._writer, self._source, self._given = writer, source, digests
+        self._found = [b""] * count
+        self._threads = workers()
+        self._failure = Failure()
+        self._writing = 0
+
+    def run(self) -> bytes:
+        """Write everything; the digests of the chunks. Whatever happens, nobody uses writer or source afterwards.
+
+        Raises:
+            What a thread raised first.
+        """
+        try:
+            self._threads.each(len(self._found), self._chunk)
+        except BaseException as error:
+            self._failure.set(error)
+        self._failure.wait(lambda: self._writing == 0)
+        return b"".join(self._found) if self._given is None else self._given
+
+    def _chunk(self, index: int, _: _native.Buffer) -> None:
+        buffer = _Lent(self._threads.buffers)
+        try:
+            if self._failure.error is not None:
+                raise self._failure.error
+            lo, hi = chunk_range(index, self._source.size)
+            data = self._source.chunk(lo, hi, buffer.memory)
+            self._write(lo, _padded(data, buffer.memory, self._writer.alignment), buffer)
+            if self._given is None:
+                self._found[index] = chunk_digest(data)
+        finally:
+            buffer.give_back()
+
+    def _write(self, offset: int, data: memoryview, buffer: _Lent) -> None:
+        """Have ``data``, which may lie in ``buffer``, written while others go on."""
+        failure = self._failure
+
+        def task() -> None:
+            try:
+                if failure.error is None:
+                    self._writer.write(offset, data)
+            except BaseException as error:
+                failure.set(error)
+            finally:
+                buffer.give_back()
+                with failure.change:
+                    self._writing -= 1
+                    failure.change.notify()
+
+        with failure.change:
+            self._writing += 1
+        buffer.share()
+        self._threads.write(task)
+
+
+class _Lent:
+    """A buffer of the pool, which has it back when all that use it are done."""
+
+    def __init__(self, pool: queue.SimpleQueue[_native.Buffer]) -> None:
+        self._pool, self._lock, self._users = pool, threading.Lock(), 1
+        self.memory = pool.get()
+
+    def share(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._pool.put(self.memory)
+
+
+def _padded(data: memoryview, buffer: _native.Buffer, alignment: int) -> memoryview:
+    """The last chunk comes in whole blocks, too: the writer cuts the file to its size in the end."""
+    missing = -data.nbytes % alignment
+    if not missing:
+        return data
+    block = memoryview(buffer)[: data.nbytes + missing]
+    if data.obj is not buffer:
+        block[: data.nbytes] = data
+    block[data.nbytes :] = bytes(missing)
+    return block
