@@ -112,10 +112,12 @@ def load(
         strict: keys missing from the checkpoint or from ``state`` are errors.
         cast: convert tensors whose dtype differs; integers that do not fit are refused.
         fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
-        mapping: a :class:`tierckpt.Mapping`: what has other names in ``state``, tensors to fuse or to split.
+        mapping: a :class:`tierckpt.Mapping`: what has other names in ``state``, tensors to fuse or to split. Not applied to a
+            checkpoint that was saved under the new names; one that exchanges names needs ``step=``.
         trust: public keys (hex or paths) to trust instead of those pinned.
         expect_head: digest of a link that the chain must contain; detects that the store was rolled back.
-        staged: fill nothing before everything was read and verified, at the cost of memory for a second copy.
+        staged: fill nothing before everything was read and verified, at the cost of memory for a second copy. Only what an
+            object's own ``load_state_dict()`` raises comes later, when the tensors are filled.
         group, run, timeout: as for :func:`save`.
 
     Raises:
@@ -159,6 +161,14 @@ def read(
     """The state of a checkpoint without a template: whole tensors in private memory, nested as saved. Collective.
 
     Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives.
+
+    All ranks get the same, but for what stood in a :class:`PerRank`: of that each rank gets its own. Where the states of
+    the ranks that saved had different things under one name, dicts, and lists, are united; of values without tensors the
+    one of the lowest rank counts, and gives way to anything else (a dict then adds what a dict of tensors lacks); other
+    things do not fit into one state.
+
+    Raises:
+        LayoutError: ranks had different things under one name that ``keys`` includes, say a tensor and a dict of tensors.
     """
     with _reading(group, timeout) as ranks:
         return restoring.read(

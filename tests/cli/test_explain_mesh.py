@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+import tierckpt
+from tierckpt.cli import mesh
 from tierckpt.format import shard as shards
 from tierckpt.format.digest import CHUNK
+from tierckpt.format.layout import Layout
 from tierckpt.tiers.content import Content
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.store import Store
@@ -149,3 +156,73 @@ def test_what_makes_no_sense_is_status_2(
     ran = cli("explain", branched.root, *arguments)
     assert (ran.status, ran.stdout) == (2, "")
     assert message in ran.stderr
+
+
+def test_too_many_pieces_are_refused_before_any_is_looked_at(
+    cli: Cli, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "_PIECES_LIMIT", 100)
+    assert cli("explain", sharded, "--mesh", "dp=2").status == 0
+    monkeypatch.setattr(mesh, "_reading", None)
+    ran = cli("explain", sharded, "--mesh", "dp=64,tp=64", "--placements", "grid=Shard(0):tp")
+    assert (ran.status, ran.stdout) == (2, "")
+    assert "pieces; at most 100 can be explained. Take a smaller mesh" in ran.stderr
+
+
+def test_work_is_done_for_each_kind_of_tensor_not_for_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[int] = []
+    shown: list[tuple[int, ...]] = []
+    pieces_in = Layout.pieces_in
+
+    def spy(self: Layout, i: int, box: Any) -> Any:
+        met.append(i)
+        return pieces_in(self, i, box)
+
+    looked = []
+    for number in (1, 200):
+        tensors = {f"{i}": torch.full((8, 3), float(i)) for i in range(number)}
+        tierckpt.save({**tensors, "one": torch.ones(())}, tmp_path / str(number), 1)
+        store = Store.open(DiskPlace(tmp_path / str(number)))
+        assert store.chain.newest is not None
+        content = Content.open(store, store.chain.newest)
+        met.clear()
+        shown.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Layout, "pieces_in", spy)
+            found = list(mesh.readings(content, mesh.parse("dp=4", ()), lambda *done: shown.append(done)))
+        looked.append(len(met))
+        assert shown == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert [reading.needed for reading in found] == [number * 2 * 3 * 4 + 4] * 4
+    assert looked[0] == looked[1]
+
+
+def test_progress_is_shown_on_a_terminal_only(sharded: Path) -> None:
+    command = [sys.executable, "-m", "tierckpt", "explain", str(sharded), "--mesh", "dp=2"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)  # pins the key, which is worth a note once
+    piped = subprocess.run(command, capture_output=True, check=True)
+    assert piped.stderr == b""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environment, check=True)
+    os.close(theirs)
+    with open(ours, "rb", buffering=0) as terminal:
+        assert b"planning" in terminal.read(1 << 16)
+    assert shown.stdout == piped.stdout
+
+
+def test_boxes_with_gaps_over_many_chunks(cli: Cli, tmp_path: Path) -> None:
+    """A part that has a byte in every third chunk only."""
+    rows = CHUNK // 4 * 3
+    tierckpt.save({"a": torch.zeros(3, rows), "b": torch.zeros(3, rows)}, tmp_path, 1)
+    readings = _explain(cli, tmp_path, "--mesh", "tp=1024", "--placements", "*=Shard(1):tp")
+    [path] = tmp_path.glob("g*/s*/shard-00000.safetensors")
+    data = path.read_bytes()
+    size = shards.header_size(data[:8], name="", size=len(data))
+    entries = [e for e in shards.parse(data[:size], name="", size=len(data)).entries if e.tensor in ("a", "b")]
+    width = rows // 1024 * 4
+    for part in (0, 500, 1023):
+        starts = [e.offset + row * rows * 4 + part * width for e in entries for row in range(3)]
+        expected = {chunk for start in starts for chunk in (start // CHUNK, (start + width - 1) // CHUNK)}
+        assert readings[part]["chunks"] == len(expected)

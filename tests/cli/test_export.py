@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from datetime import date
+from collections import Counter, OrderedDict
+from datetime import date, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 import tierckpt
+from tests.harness import run_ranks
+from tierckpt import PerRank
 from tierckpt.cli import safetensors_file
 
 from .conftest import SHAPES, Branched, Cli, flip, whole
@@ -94,6 +97,16 @@ def test_a_stored_name_that_is_the_dotted_one_of_another_tensor(cli: Cli, tmp_pa
     _export(cli, tmp_path / "store", "safetensors", tmp_path / "out")
     found = {name: tensor.tolist() for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
     assert found == {"a/b": [0], "a.b": [1], "a~1b": [1, 1]}
+
+
+def test_a_stored_name_that_is_the_dotted_one_of_another_value(cli: Cli, tmp_path: Path) -> None:
+    tensor = torch.zeros(1)
+    state = {"a": {"b": 1, "t": tensor}, "a.b": 2, "a/b": 3, "own": PerRank(4)}
+    tierckpt.save(state, tmp_path / "store", 1)
+    _export(cli, tmp_path / "store", "safetensors", tmp_path / "out")
+    sidecar = _sidecar(tmp_path / "out")
+    assert sidecar["values"] == {"a/b": 1, "a.b": 2, "a~1b": 3}
+    assert [own["own"][0] for own in sidecar["per_rank"].values()] == [4]
 
 
 def test_a_state_that_is_one_tensor(cli: Cli, tmp_path: Path) -> None:
@@ -183,6 +196,7 @@ def test_kinds_that_torch_would_refuse_are_converted_and_listed(cli: Cli, tmp_pa
         "names": np.array(["a", "b"]),
         "set": frozenset({1}),
         "kept": [(1, None), {"a", "b"}, b"x", bytearray(b"y"), 2j, 2**90, torch.float32, torch.Size([2])],
+        "dicts": [Counter({7: 3, 8: 1}), Counter("aab"), OrderedDict([(2, {1: "x"}), (1, None)]), {(1, 2): Counter()}],
     }
     tierckpt.save({"t": torch.ones(1), **values}, tmp_path / "store", 1)
     told = _export(cli, tmp_path / "store", "torch", tmp_path / "out")
@@ -191,6 +205,7 @@ def test_kinds_that_torch_would_refuse_are_converted_and_listed(cli: Cli, tmp_pa
     assert found["small"].tolist() == [0, 1, 2]
     assert (found["day"], found["loss"], found["names"], found["set"]) == ("2026-03-04", 0.5, ["a", "b"], {1})
     assert found["kept"] == values["kept"]
+    assert repr(found["dicts"]) == repr(values["dicts"])
     assert sorted(note.split(":")[0] for note in told["notes"]) == ["day", "loss", "names", "set", "small"]
 
 
@@ -203,6 +218,43 @@ def test_what_has_no_plain_form_is_refused_by_name(cli: Cli, tmp_path: Path) -> 
     assert "b.0 (numpy |V3)" in ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     _export(cli, tmp_path / "store", "torch", tmp_path / "out", "--keys", "t")
+
+
+@pytest.mark.parametrize(
+    ("found", "place"),
+    [
+        (
+            {date(2020, 1, 1): 1, "2020-01-01": 2},
+            "k (datetime.date(2020, 1, 1) and '2020-01-01' would both be '2020-01-01')",
+        ),
+        ({timedelta(seconds=5): "a", 5.0: "b"}, "k (datetime.timedelta(seconds=5) and 5.0 would both be 5.0)"),
+        ({"k": {time(1), "01:00:00"}}, "k.k ("),
+        ([OrderedDict({("x", date(2020, 1, 1)): 1, ("x", "2020-01-01"): 2})], "k.0 ("),
+    ],
+)
+def test_keys_that_would_become_one_are_refused_by_name(cli: Cli, tmp_path: Path, found: Any, place: str) -> None:
+    tierckpt.save({"t": torch.ones(1), "k": found}, tmp_path / "store", 1)
+    ran = cli("export", tmp_path / "store", "--to", "torch", "--out", tmp_path / "out")
+    assert ran.status == 2
+    assert place in ran.stderr
+    assert "would both be" in ran.stderr
+    # The other form has lists of pairs.
+    _export(cli, tmp_path / "store", "safetensors", tmp_path / "out")
+
+
+def _own(rank: int, root: str) -> None:
+    tierckpt.save({"t": torch.ones(1), "all": PerRank(rank), **({"last": PerRank(5)} if rank else {})}, root, 1)
+
+
+def test_values_of_other_ranks_that_are_left_out_are_told(cli: Cli, tmp_path: Path) -> None:
+    run_ranks(_own, 3, str(tmp_path / "store"))
+    told = _export(cli, tmp_path / "store", "torch", tmp_path / "out")
+    assert torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True) == {"t": torch.ones(1), "all": 0}
+    assert told["notes"] == [
+        "all: a PerRank value; that of rank 0 is written, not those of ranks 1-2",
+        "last: a PerRank value; left out: rank 0 has none, but ranks 1-2",
+    ]
+    assert _export(cli, tmp_path / "store", "torch", tmp_path / "less", "--keys", "t")["notes"] == []
 
 
 # Both

@@ -284,7 +284,7 @@ def test_values_of_ranks_and_keys(tmp_path: Path) -> None:
 def test_names_can_be_exchanged(tmp_path: Path) -> None:
     tierckpt.save({"a": torch.tensor([1]), "b": torch.tensor([2])}, tmp_path, 1)
     state = {"a": torch.zeros(1, dtype=torch.int64), "b": torch.zeros(1, dtype=torch.int64)}
-    tierckpt.load(state, tmp_path, mapping=Mapping([Rename("a", "b"), Rename("b", "a")]))
+    tierckpt.load(state, tmp_path, 1, mapping=Mapping([Rename("a", "b"), Rename("b", "a")]))
     assert state == {"a": torch.tensor([2]), "b": torch.tensor([1])}
 
 
@@ -465,6 +465,174 @@ def test_parameters_of_several_groups_cannot_be_fused_unless_these_agree(tmp_pat
     state = {"model": new, "optimizer": torch.optim.SGD(new.parameters(), lr=0.2)}
     with pytest.raises(LayoutError, match=r"group 0: the checkpoint has its parameters in several groups"):
         tierckpt.load(state, tmp_path, mapping=RULES)
+
+
+# Rules that speak of nothing
+
+
+def _tensor_of_two(value: float) -> Any:
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    return two_tensor.TwoTensor(torch.full((2,), value), torch.full((2,), value + 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (Rename("tt", "z"), ""),
+        (Rename("tt.a", "z"), ""),
+        (Split("tt", ["u", "v"]), ""),
+        (Rename("k.*.y", "k.*.z"), ""),
+        (Rename("cfg.a", "cfg.b"), "; cfg has no tensors, and is one value"),
+        (Fuse(["x", "y"], "z"), r"; x is a torch\..*TwoTensor, whose tensors are x\.a, x\.b"),
+        (Rename("o.state.weight", "o.state.w"), "; the state of o follows its parameters"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_speaks_of_nothing_is_named(tmp_path: Path, rule: Any, why: str) -> None:
+    model = nn.Linear(2, 2)
+    saved = {"x": _tensor_of_two(1.0), "y": _tensor_of_two(3.0), "cfg": {"a": 1}, "t": torch.ones(1), "m": model}
+    tierckpt.save({**saved, "o": trained(model)}, tmp_path, 1)
+    mapping = Mapping([Rename("t", "s"), rule])
+    fresh = nn.Linear(2, 2)
+    state = {"x": _tensor_of_two(0.0), "y": _tensor_of_two(0.0), "cfg": {"b": 0}, "s": torch.zeros(1), "m": fresh}
+    state["o"] = trained(fresh, steps=0)
+    expected = rf"rule 1 speaks of nothing in the checkpoint: {re.escape(str(rule))}{why}"
+    with pytest.raises(LayoutError, match=expected):
+        tierckpt.load(state, tmp_path, mapping=mapping)
+    with pytest.raises(LayoutError, match=expected):
+        tierckpt.read(tmp_path, mapping=mapping)
+    assert state["cfg"] == {"b": 0} and not state["s"].any()
+    tierckpt.load(state, tmp_path, mapping=mapping, strict=False)
+    assert state["s"].all()
+
+
+def test_nothing_takes_the_place_of_a_value(tmp_path: Path) -> None:
+    """A container without tensors is one value: a tensor cannot join it."""
+    saved = {"cfg": {"a": 1, "lr": 0.5}, "l": [1, 2], "t": torch.ones(1), "u": torch.ones(1)}
+    tierckpt.save(saved, tmp_path, 1)
+    for rules, container, leaf in (
+        ([Rename("t", "cfg.t")], "cfg", "cfg.t"),
+        ([Rename("t", "l.2")], "l", "l.2"),
+        ([Fuse(["t", "u"], "cfg.x.y")], "cfg", "cfg.x"),
+    ):
+        expected = (
+            rf"{container} has no tensors in the checkpoint, and is one value there: {leaf} cannot be put into it"
+        )
+        with pytest.raises(LayoutError, match=expected):
+            tierckpt.read(tmp_path, mapping=Mapping(rules))
+        state = {"cfg": {"a": 0, "lr": 0.0, "t": torch.zeros(1)}, "l": [0, 0], "u": torch.zeros(1)}
+        with pytest.raises(LayoutError, match=expected):
+            tierckpt.load(state, tmp_path, mapping=Mapping(rules))
+    found = tierckpt.read(tmp_path, mapping=Mapping([Rename("cfg", "t"), Rename("t", "cfg")]), step=1)
+    assert found["t"] == {"a": 1, "lr": 0.5} and torch.equal(found["cfg"], torch.ones(1))
+
+
+# Which module an optimizer trains
+
+
+def _pair(value: float) -> Any:
+    module = nn.Module()
+    for number, name in enumerate("ab"):
+        module.register_parameter(name, nn.Parameter(torch.full((2, 2), value + number)))
+    return module
+
+
+def _stepped(module: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return optimizer
+
+
+def _swap(name: str) -> Mapping:
+    return Mapping([Rename(f"{name}.a", f"{name}.b"), Rename(f"{name}.b", f"{name}.a")])
+
+
+def test_rules_about_a_copy_do_not_move_the_optimizer(tmp_path: Path) -> None:
+    module = _pair(1.0)
+    optimizer = _stepped(module)
+    copy = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    tierckpt.save({"ema": copy, "m": module, "o": optimizer}, tmp_path, 1)
+    new = _pair(50.0)
+    after = torch.optim.Adam(new.parameters())
+    tierckpt.load(
+        {"ema": dict.fromkeys("ab", torch.zeros(2, 2)), "m": new, "o": after}, tmp_path, 1, keys=["m.*", "o.*"]
+    )
+    right = moments(new, after, "exp_avg")
+    for mapping in (_swap("ema"), Mapping([Rename("ema.a", "ema.c")]), Mapping([Fuse(["ema.a", "ema.b"], "ema.ab")])):
+        new = _pair(50.0)
+        after = torch.optim.Adam(new.parameters())
+        state = {"m": new, "o": after, "ema": {name: torch.zeros(2, 2) for name in "ab"}}
+        tierckpt.load(state, tmp_path, 1, keys=["m.*", "o.*"], mapping=mapping)
+        assert same(moments(new, after, "exp_avg"), right)
+        assert same(moments(new, after, "exp_avg"), moments(module, optimizer, "exp_avg"))
+
+
+@pytest.mark.parametrize("stateless", [False, True])
+def test_rules_about_one_module_move_its_optimizer_alone(tmp_path: Path, stateless: bool) -> None:
+    def make(value: float) -> Any:
+        module = _pair(value)
+        # Two groups: their names, too, are those of the right module.
+        groups = [{"params": [module.a], "lr": 0.1}, {"params": [module.b], "lr": 0.2}]
+        return module, torch.optim.SGD(groups, momentum=0.0 if stateless else 0.9)
+
+    (x, ox), (y, oy) = make(1.0), make(10.0)
+    for module, optimizer in ((x, ox), (y, oy)):
+        for parameter in module.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    tierckpt.save({"x": x, "y": y, "ox": ox, "oy": oy}, tmp_path, 1)
+    (x2, ox2), (y2, oy2) = make(50.0), make(60.0)
+    for optimizer in (ox2, oy2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    tierckpt.load({"x": x2, "y": y2, "ox": ox2, "oy": oy2}, tmp_path, 1, mapping=_swap("x"))
+    assert torch.equal(x2.a, x.b) and torch.equal(y2.a, y.a)
+    assert [group["lr"] for group in ox2.param_groups] == [0.2, 0.1]
+    assert [group["lr"] for group in oy2.param_groups] == [0.1, 0.2]
+    if not stateless:
+        assert same(moments(y2, oy2, "momentum_buffer"), moments(y, oy, "momentum_buffer"))
+        found, saved = moments(x2, ox2, "momentum_buffer"), moments(x, ox, "momentum_buffer")
+        assert torch.equal(found["a"], saved["b"]) and torch.equal(found["b"], saved["a"])
+
+
+def test_read_gives_the_groups_of_an_optimizer_without_state_other_names(tmp_path: Path) -> None:
+    x, y = _pair(1.0), nn.Linear(2, 2)
+    for name, parameters in (("one", [*x.parameters()]), ("both", [*x.parameters(), *y.parameters()])):
+        state = {"x": x, "y": y, "o": torch.optim.SGD(parameters, lr=0.1)}
+        if name == "one":
+            del state["y"]
+        tierckpt.save(state, tmp_path / name, 1)
+        [group] = tierckpt.read(tmp_path / name, mapping=Mapping([Rename("x.a", "x.c")]))["o"]["param_groups"]
+        assert group["params"] == (["c", "b"] if name == "one" else ["x.c", "x.b", "y.weight", "y.bias"])
+
+
+def test_what_nothing_decides_is_refused_by_name(tmp_path: Path) -> None:
+    module = _pair(1.0)
+    tierckpt.save({"ema": module.state_dict(), "m": module, "o": _stepped(module)}, tmp_path, 1)
+    for mapping in (
+        Mapping([Rename("ema.a", "ema.c")]),
+        Mapping([Rename("m.a", "m.c")]),
+        Mapping([Fuse(["ema.a", "ema.b"], "ema.ab")]),
+        Mapping([Rename("ema.a", "ema.c"), Rename("m.a", "m.d")]),
+    ):
+        with pytest.raises(
+            LayoutError, match=r"o: the parameters of this optimizer may be those of (ema|m) or of (ema|m)"
+        ):
+            tierckpt.read(tmp_path, mapping=mapping)
+        found = tierckpt.read(tmp_path, mapping=mapping, keys=["ema.*", "m.*"])
+        assert set(found) == {"ema", "m"}
+        # The state has the optimizer, but not what it trains.
+        with pytest.raises(LayoutError, match=r"o: .* put the module that it trains beside it into the state"):
+            tierckpt.load(
+                {"o": {"state": {"a": {"exp_avg": torch.zeros(2, 2)}}}}, tmp_path, mapping=mapping, strict=False
+            )
+    # Alike in both, it does not matter which.
+    alike = Mapping([Rename("ema.a", "ema.c"), Rename("m.a", "m.c")])
+    assert set(tierckpt.read(tmp_path, mapping=alike)["o"]["state"]) == {"c", "b"}
+    whole = Mapping([Rename("ema", "average"), Rename("m", "n")])
+    assert set(tierckpt.read(tmp_path, mapping=whole)["o"]["state"]) == {"a", "b"}
 
 
 # In other layouts

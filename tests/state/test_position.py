@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import DataPosition
-from tierckpt.errors import StateError
+from tierckpt import DataPosition, PerRank
+from tierckpt.errors import LayoutError, StateError
 from tierckpt.state.position import _permuted
 
 
@@ -132,15 +132,41 @@ def test_with_drop_last_every_epoch_is_its_whole_batches(size: int, global_batch
         position = ranks[0]
 
 
-def test_what_a_larger_batch_would_drop_does_not_stop_the_run() -> None:
+def _two_left() -> DataPosition:
+    """8 of 10 samples were consumed by batches of 2, and what a batch of 5 leaves is dropped."""
     position = DataPosition(10, drop_last=True)
     for _ in range(4):
         position.advance(2)
-    larger = position.batches(global_batch=5, rank=0, world=1)  # 2 samples are left
-    assert len(larger) == 2
-    assert list(larger) == [position.indices(1, 0, 5), position.indices(1, 5, 10)]
-    assert len(list(larger.consume())) == 2
-    assert (position.epoch, position.consumed, position.step) == (2, 0, 6)
+    return position
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_a_larger_batch_would_drop_ends_its_epoch_and_no_other(epochs: int, by_hand: bool) -> None:
+    position = _two_left()
+    larger = position.batches(global_batch=5, rank=0, world=1)
+    assert len(larger) == 0
+    ended, seen = [], []
+    while position.epoch < epochs:
+        ended.append(position.epoch)
+        if by_hand:
+            for indices in larger:
+                seen.append(indices)
+                position.advance(5)
+        else:
+            seen.extend(larger.consume())
+        assert len(ended) <= epochs
+    assert ended == list(range(epochs))
+    assert seen == [position.indices(epoch, at, at + 5) for epoch in range(1, epochs) for at in (0, 5)]
+    assert (position.epoch, position.consumed, position.step) == (epochs, 0, 4 + len(seen))
+
+
+def test_nothing_is_taken_from_a_loader_for_what_is_dropped() -> None:
+    position = _two_left()
+    batches = position.batches(global_batch=5, rank=0, world=1)
+    assert list(batches.consume(DataLoader(_Numbers(), batch_sampler=batches))) == []
+    assert (position.epoch, position.consumed) == (1, 0)
+    assert len(list(batches.consume(DataLoader(_Numbers(), batch_sampler=batches)))) == 2
 
 
 def test_the_last_batch_is_shared_as_evenly_as_it_can_be() -> None:
@@ -286,6 +312,14 @@ def test_three_ranks_save_and_one_goes_on(tmp_path: Path) -> None:
         ({"order": "other 1"}, "order 'other 1'"),
         ({"consumed": 24}, "24 of 23"),
         ({"more": 1}, "expected the keys"),
+        ({7: 1}, "expected the keys"),
+        ({"epoch": 1.5}, "epoch cannot be 1.5"),
+        ({"epoch": "1"}, "epoch cannot be '1'"),
+        ({"epoch": -1}, "epoch cannot be -1"),
+        ({"step": None}, "step cannot be None"),
+        ({"consumed": True}, "consumed cannot be True"),
+        ({"seed": 0.0}, "seed cannot be 0.0"),
+        ({"size": 23.0}, "size cannot be 23.0"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], message: str) -> None:
@@ -305,3 +339,82 @@ def test_impossible_numbers_are_refused() -> None:
             position.batches(**{"global_batch": 2, "rank": 0, "world": 2, **wrong})
     with pytest.raises(StateError, match="no range"):
         position.indices(0, 5, 11)
+    for batch in (0, -2, 11):
+        with pytest.raises(StateError, match="have no such batch"):
+            position.advance(batch)
+    assert (position.epoch, position.step) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", ["x", 1.0, None, True])
+def test_what_is_no_integer_is_refused_by_name(wrong: Any) -> None:
+    position = DataPosition(10)
+    for refused, name in (
+        (lambda: DataPosition(wrong), "size"),
+        (lambda: DataPosition(10, seed=wrong), "seed"),
+        (lambda: position.batches(global_batch=wrong, rank=0, world=1), "global_batch"),
+        (lambda: position.batches(global_batch=2, rank=wrong, world=1), "rank"),
+        (lambda: position.batches(global_batch=2, rank=0, world=wrong), "world"),
+        (lambda: position.advance(wrong), "advance"),
+        (lambda: position.indices(wrong, 0, 1), "epoch"),
+        (lambda: position.indices(0, wrong, 1), "first"),
+        (lambda: position.indices(0, 0, wrong), "last"),
+    ):
+        with pytest.raises(StateError, match=f"{name}.* must be an integer"):
+            refused()
+
+
+def test_integers_of_numpy_count_as_others_do() -> None:
+    size = 20_000
+    found = DataPosition(numpy.int64(size), seed=numpy.int32(3), shuffle=numpy.True_)  # type: ignore[arg-type]
+    expected = DataPosition(size, seed=3)
+    assert found.indices(numpy.int64(0), numpy.int8(0), numpy.uint64(5)) == expected.indices(0, 0, 5)  # type: ignore[arg-type]
+    found.advance(numpy.int64(4))  # type: ignore[arg-type]
+    expected.advance(4)
+    assert found.state_dict() == expected.state_dict()
+    assert all(type(value) in (int, bool, str) for value in found.state_dict().values())
+
+
+def _other_data(rank: int, root: str) -> tuple[str, list[float], str, list[float]]:
+    """Rank 1 begins with a data set of another size."""
+    saved = DataPosition(100)
+    saved.advance(8)
+    tierckpt.save({"p": saved, "own": PerRank(saved), "t": torch.ones(4)}, root, step=1)
+    found: list[Any] = []
+    for wrap in (lambda position: position, PerRank):
+        position, tensor = DataPosition(100 + rank), torch.zeros(4)
+        key = "own" if wrap is PerRank else "p"
+        with pytest.raises(LayoutError) as caught:
+            tierckpt.load({key: wrap(position), "t": tensor}, root, strict=False)
+        found += [str(caught.value), tensor.tolist()]
+        assert (position.epoch, position.step, position.consumed) == (0, 0, 0)
+    return tuple(found)  # type: ignore[return-value]
+
+
+def test_other_data_on_one_rank_are_found_before_anything_is_touched(tmp_path: Path) -> None:
+    for said, tensor, said_of_own, other in run_ranks(_other_data, 2, str(tmp_path / "store")):
+        assert "\n  p: saved with size 100, here it is 101" in said
+        assert "\n  own: saved with size 100, here it is 101" in said_of_own
+        assert tensor == other == [0.0] * 4
+
+
+class _Counted(DataPosition):
+    """Saves one thing more than its class."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        state = dict(state)
+        self.seen = state.pop("seen")
+        super().load_state_dict(state)
+
+
+def test_a_derived_class_says_itself_what_it_takes(tmp_path: Path) -> None:
+    position = _Counted(10)
+    position.seen = 7
+    tierckpt.save({"p": position}, tmp_path, step=1)
+    again = _Counted(10)
+    tierckpt.load({"p": again}, tmp_path)
+    assert again.seen == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, StateError
+from tierckpt import Checkpointer, Pieces, StateError
+from tierckpt.state.adapters import pieces_of
 from tierckpt.state.replicas import SMALL, TURNS
 
 
@@ -60,6 +62,87 @@ def test_only_ranks_with_the_same_box_are_compared(tmp_path: Path) -> None:
     assert run_ranks(_sharded, 4, str(tmp_path / "store"))[0] == ["w: ranks 1 | 3 hold different replicas"]
 
 
+def _of_pieces(rank: int, root: str) -> list[list[str]]:
+    """Ranks 0 and 2 hold the first rows of ``w``, 1 and 3 the others, in orders of their own; all hold ``norm``."""
+    rows = torch.arange(12.0).reshape(6, 2)
+    mine = [((3 * (rank % 2) + at, 0), rows[at : at + n].clone()) for at, n in ((0, 1), (1, 2))]
+    norm = torch.ones(4)
+    state = {
+        "w": Pieces((6, 2), mine[:: 1 if rank < 2 else -1]),
+        "norm": Pieces((4,), [((0,), norm)]),
+        "own": Pieces((4,), [((rank,), torch.full((1,), float(rank)))]),
+    }
+    with Checkpointer(root, agent="off") as ckpt:
+        found = [_said(ckpt, 0, state)]
+        norm[0] += rank == 1
+        found.append(_said(ckpt, 1, state))
+        norm[0] = 1
+        mine[1][1][0, 0] += rank == 3
+        found.append(_said(ckpt, 2, state))
+    return found
+
+
+def test_pieces_that_several_ranks_hold_are_compared_at_every_save(tmp_path: Path) -> None:
+    results = run_ranks(_of_pieces, 4, str(tmp_path / "store"))
+    assert all(result == results[0] for result in results)
+    assert results[0] == [
+        [],
+        ["norm: ranks 0, 2-3 | 1 hold different replicas"],
+        ["w: ranks 1 | 3 hold different replicas"],
+    ]
+
+
+def _shared_in_part(rank: int, root: str) -> list[str]:
+    """Ranks 0 and 1 share a box, and 1 and 2 another one."""
+    held = {0: ["a"], 1: ["a", "b"], 2: ["b", "c"]}[rank]
+    state = {"x": Pieces((6,), [((2 * "abc".index(box),), torch.zeros(2)) for box in held])}
+    state["x"].pieces[-1][1][1] = rank == 2
+    state["x"].pieces[0][1][1] = rank == 2
+    with Checkpointer(root, agent="off") as ckpt:
+        return _said(ckpt, 0, state)
+
+
+def test_ranks_compare_what_they_share_and_not_what_they_do_not(tmp_path: Path) -> None:
+    assert run_ranks(_shared_in_part, 3, str(tmp_path / "store"))[0] == ["x: ranks 1 | 2 hold different replicas"]
+
+
+def _large_pieces(rank: int, root: str) -> int:
+    large = torch.zeros(SMALL)
+    large[-1] = rank
+    state = {"large": Pieces((SMALL,), [((0,), large)]), "small": Pieces((2,), [((0,), torch.zeros(2))])}
+    with Checkpointer(root, agent="off") as ckpt:
+        return sum(bool(_said(ckpt, step, state)) for step in range(TURNS))
+
+
+def test_large_pieces_take_turns(tmp_path: Path) -> None:
+    assert run_ranks(_large_pieces, 2, str(tmp_path / "store")) == [1, 1]
+
+
+def _adapted(rank: int, root: str) -> list[list[str]]:
+    """Parameters that FSDP1 has flattened and not cut, and a tensor of Megatron-core."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    torch.manual_seed(0)
+    module = FullyShardedDataParallel(
+        torch.nn.Linear(3, 2), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
+    data = torch.ones(2, 2)
+    named = {"key": "mcore.w", "global_shape": (2, 2), "global_offset": (0, 0), "axis_fragmentations": None}
+    state = pieces_of({"m": module, "x": SimpleNamespace(data=data, **named)})
+    with Checkpointer(root, agent="off") as ckpt:
+        found = [_said(ckpt, 0, state)]
+        data[1, 1] += rank
+        next(module.parameters()).data.view(-1)[0] += rank
+        found.append(_said(ckpt, 1, state))
+    return found
+
+
+def test_replicas_that_other_libraries_hold_are_compared(tmp_path: Path) -> None:
+    equal, differing = run_ranks(_adapted, 2, str(tmp_path / "store"))[0]
+    assert equal == []
+    assert sorted(line.split(":")[0] for line in differing) == ["m.weight", "mcore.w"]
+
+
 def _large(rank: int, root: str) -> int:
     state = {"large": torch.zeros(SMALL), "small": torch.zeros(2)}  # float32: four times the limit
     state["large"][-1] = rank
@@ -76,8 +159,9 @@ def _refused(rank: int, root: str) -> tuple[str, list[int]]:
 
     state = {"w": torch.full((2,), float(rank))}
     with Checkpointer(root, agent="off", on_disagreement="refuse") as ckpt:
+        handle = ckpt.save(0, state)
         with pytest.raises(StateError) as caught:
-            ckpt.save(0, state)
+            handle.wait()
         state["w"].zero_()
         ckpt.save(1, state).wait()
     return str(caught.value), tierckpt.steps(root)

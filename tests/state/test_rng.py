@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.state.kept import Kept
+from tierckpt.errors import LayoutError
+from tierckpt.state.marks import PerRank
 from tierckpt.state.rng import rng_state
 
 
@@ -73,3 +75,24 @@ def test_another_world_keeps_its_streams() -> None:
     target = kept.load(state, same_world=False)
     assert target.untouched == ["rng"]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("saved", [5, {"python": random.getstate()}, {"python": 1, "torch": torch.ones(1)}])
+def test_what_is_no_state_of_generators_is_found_before_anything_is_touched(saved: Any) -> None:
+    state = {"rng": rng_state(), "t": torch.zeros(1)}
+    before = torch.get_rng_state()
+    problems = Kept.of({"rng": PerRank(saved), "t": torch.ones(1)}).problems(state)
+    assert len(problems) == 1
+    assert problems[0].startswith("rng: ")
+    with pytest.raises(LayoutError, match="state of generators"):
+        Kept.of({"rng": PerRank(saved), "t": torch.ones(1)}).load(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_look_at_a_state_draws_nothing() -> None:
+    generators = rng_state().value
+    state = generators.state_dict()
+    expected = draw()
+    generators.load_state_dict(state)
+    assert generators.misfit(generators.state_dict()) is None
+    assert draw() == expected

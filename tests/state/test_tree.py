@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.state.kept import Kept
 from tierckpt.errors import IntegrityError, LayoutError, StateError
 from tierckpt.state.marks import PerRank
+from tierckpt.state.nodes import merge
 from tierckpt.state.tree import flatten, names_of
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -310,6 +312,46 @@ def test_arrays_of_objects_are_refused(array: Any) -> None:
         flatten({"x": {"a": array}})
 
 
+@pytest.mark.parametrize("count", [2, 5000])
+@pytest.mark.parametrize("kind", ["masked", "memmap", "record", "own"])
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: [1, {"x": a}], lambda a: Shelf(a)])
+def test_arrays_of_other_classes_are_refused_at_every_size(kind: str, count: int, wrap: Any, tmp_path: Path) -> None:
+    plain = np.arange(float(count))
+    array: Any = {
+        "masked": lambda: np.ma.array(plain, mask=plain > 0),
+        "memmap": lambda: np.memmap(tmp_path / "a", "f8", "w+", shape=(count,)),
+        "record": lambda: plain.view(np.recarray),
+        "own": lambda: plain.view(Array),
+    }[kind]()
+    state = {"t": torch.zeros(1), "a": wrap(array)}
+    message = f"a.*: a numpy array of class {type(array).__name__} would come back as a plain one"
+    with pytest.raises(StateError, match=message):
+        flatten(state)
+    kept = Kept.of({"t": torch.ones(1), "a": wrap(plain)})
+    with pytest.raises(StateError, match=message):
+        kept.load(state)
+    assert state["t"].item() == 0
+
+
+class Array(np.ndarray[Any, Any]):
+    """A class of the user."""
+
+
+class Shelf:
+    """An object that holds one thing."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(state["held"], str):
+            raise ValueError(state["held"])
+        self.held = state["held"]
+
+
 class Plain(torch.Tensor):
     """Has storage of its own."""
 
@@ -420,6 +462,84 @@ def test_ranks_with_trees_of_their_own_are_read_as_one() -> None:
     )
     expected = {"m": OrderedDict(a=torch.ones(1), b=torch.zeros(1)), "n": 1, "l": [torch.ones(1), 4]}
     assert same(kept.read(), expected)
+
+
+def test_a_value_gives_way_to_what_holds_tensors_and_adds_what_that_lacks() -> None:
+    alone = {"x": 5, "none": None, "d": {"a": 1, "t": 2}, "l": [1, 2], "t": torch.ones(1)}
+    other = {
+        "x": torch.ones(1),
+        "none": {"w": torch.ones(2)},
+        "d": {"t": torch.zeros(1), "n": 7},
+        "l": [torch.ones(3)],
+        "t": torch.ones(1),
+    }
+    both = {**other, "d": {"t": torch.zeros(1), "n": 7, "a": 1}}
+    for states in ((alone, other), (other, alone)):
+        found = Kept.of_ranks(*states).read()
+        assert same({name: found[name] for name in both}, both)
+
+
+def test_a_value_stands_in_for_the_per_rank_value_that_a_rank_has_not() -> None:
+    for states in (({"x": PerRank(2), "t": torch.ones(1)}, {"x": 1}), ({"x": 1}, {"x": PerRank(2)})):
+        kept = Kept.of_ranks(*states)
+        kept.values["x"] = 1
+        assert kept.read()["x"] == 1
+        kept.per_rank = Kept.of({"x": PerRank(2)}).per_rank
+        assert kept.read()["x"] == 2
+
+
+def test_what_other_trees_lose_is_told() -> None:
+    tensor, rows = torch.ones(1), np.zeros(500)
+    for first, second, lost in (
+        ({"x": tensor}, {"x": {"a": tensor, "b": [tensor, 1]}}, ["x/a", "x/b/0", "x/b/1"]),
+        ({"x": {"a": tensor}}, {"x": tensor}, ["x"]),
+        ({"x": [tensor]}, {"x": {"k": tensor}}, ["x/k"]),
+        ({"x": PerRank(1)}, {"x": tensor}, ["x"]),
+        ({"x": tensor}, {"x": PerRank(1)}, ["x"]),
+        # These have one form, or are values.
+        ({"x": tensor}, {"x": rows}, []),
+        ({"x": tensor}, {"x": 5}, []),
+        ({"x": {"a": 5}}, {"x": OrderedDict(a=tensor)}, []),
+        ({"x": [tensor]}, {"x": (tensor, 5)}, []),
+    ):
+        left_out: dict[str, str] = {}
+        merge([flatten(state).tree for state in (first, second)], left_out)
+        assert list(left_out) == lost
+
+
+def test_a_state_of_which_nothing_was_read_is_empty_and_never_none() -> None:
+    kept = Kept.of({"x": PerRank(1), "t": torch.ones(1)})
+    kept.per_rank, kept.tensors = {}, {}
+    assert same(kept.read(), {})
+    kept = Kept.of(PerRank(1))
+    kept.per_rank = {}
+    with pytest.raises(LayoutError, match="the state is a PerRank value, and this rank has none"):
+        kept.read()
+
+
+def test_a_per_rank_leaf_that_only_other_ranks_saved_is_left_untouched() -> None:
+    for saved in ({"t": torch.ones(1)}, {"t": torch.ones(1), "r": 5}):
+        kept = Kept.of_ranks(saved, {"t": torch.ones(1), "r": PerRank(6)})  # the first is that of this rank
+        state = {"r": PerRank(1), "t": torch.zeros(1)}
+        assert kept.target(state).per_rank == []
+        assert kept.load(state).untouched == ["r"]
+        assert (state["r"].value, state["t"].item()) == (1, 1)
+
+
+@pytest.mark.parametrize("mark", [lambda shelf: shelf, PerRank])
+def test_an_object_that_does_not_take_its_state_leaves_the_state_undefined(mark: Any) -> None:
+    kept = Kept.of({"s": mark(Shelf("not this")), "t": torch.ones(1)})
+    with pytest.raises(StateError, match=r"s: load_state_dict of Shelf failed: ValueError: not this; .* now undefined"):
+        kept.load({"s": mark(Shelf(1)), "t": torch.zeros(1)})
+
+
+def test_an_object_that_does_not_give_its_state_is_named() -> None:
+    class Broken(Shelf):
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("nope")
+
+    with pytest.raises(StateError, match=r"a\.b: state_dict of Broken failed: ValueError: nope"):
+        flatten({"a": {"b": Broken(1)}})
 
 
 def test_leaves_that_were_not_read_are_left_out() -> None:

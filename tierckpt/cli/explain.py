@@ -10,7 +10,7 @@ import click
 from tierckpt.agent.coordinator import check_present
 from tierckpt.cli.history import history, name_of
 from tierckpt.cli.mesh import Job, Reading, parse, readings
-from tierckpt.cli.output import count, moment, say, say_json, size, spans, table
+from tierckpt.cli.output import count, moment, progress, say, say_json, size, spans, table
 from tierckpt.cli.target import (
     DATA_ERRORS,
     Problem,
@@ -90,7 +90,10 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
     chosen = tried[-1] if tried and not tried[-1].problems and not problems else None
     others = _others(store)
     problems += [problem for candidate in tried for problem in candidate.problems]
-    told = [] if job is None or chosen is None else list(readings(Content.open(store, chosen.ref), job))
+    told = []
+    if job is not None and chosen is not None:
+        with progress("planning", of_bytes=False) as show:
+            told = list(readings(Content.open(store, chosen.ref), job, show))
     if as_json:
         say_json(
             {

@@ -59,7 +59,8 @@ def command(
     lacks (written as bytes) are in model.values.json.
 
     torch: checkpoint.pt, the state as tierckpt.read() nests it, which torch.load(…, weights_only=True) reads. Needs
-    PyTorch, and memory for the whole state. Kinds of values that torch.load would refuse are converted, and listed.
+    PyTorch, and memory for the whole state. Kinds of values that torch.load would refuse are converted, and listed; so is
+    what only other ranks than rank 0 have.
     """
     if form == "torch":
         needs_torch("tierckpt export --to torch")

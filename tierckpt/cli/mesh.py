@@ -6,8 +6,9 @@ Headers and chunks are those that a load would read; that takes layout and recei
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -15,13 +16,17 @@ from typing import Any, NamedTuple
 import click
 
 from tierckpt.format import names, shard
-from tierckpt.format.boxes import Box
+from tierckpt.format.boxes import intersection
 from tierckpt.format.digest import CHUNK
 from tierckpt.format.grid import REPLICATED, Cut, Mesh
-from tierckpt.tiers.content import Content, Region, chunk_bytes, touched
+from tierckpt.format.layout import Stored
+from tierckpt.tiers.content import Content, chunk_bytes, touched
+from tierckpt.tiers.rows import Rows, strides
 
 #: Ranks of a mesh: every one of them is looked at.
 _RANKS_LIMIT = 1 << 16
+#: Pieces of tensors: every one of them is looked at. So many take half a minute.
+_PIECES_LIMIT = 1 << 27
 
 _DIMENSION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([1-9][0-9]{0,7})")
 _PLACEMENT = re.compile(r"(?:Shard\(([0-9]{1,3})\)|Replicate(?:\(\))?):([A-Za-z_][A-Za-z0-9_]*)|Replicate(?:\(\))?")
@@ -140,35 +145,83 @@ class Reading:
         }
 
 
-def readings(content: Content, job: Job) -> Iterator[Reading]:
+@dataclass
+class _Alike:
+    """Tensors of one shape and size of elements that are stored alike, and that ``cut`` cuts alike.
+
+    Attributes:
+        item: bytes of an element.
+        offsets: by stored piece, where each tensor's begins in the shard.
+    """
+
+    tensors: list[int]
+    shape: tuple[int, ...]
+    item: int
+    cut: Cut
+    offsets: dict[tuple[int, int], array[int]] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> int:
+        return prod(self.cut.mesh.shape[m] for m in self.cut.sharded)
+
+    def meetings(self, content: Content) -> int:
+        """About how many stored pieces all parts of one tensor meet."""
+        return self.cut.counts(self.shape)[0] + len(content.layout.stored_pieces(self.tensors[0]))
+
+    def begins(self, content: Content, stored: Stored) -> array[int]:
+        key = stored.rank, stored.k
+        found = self.offsets.get(key)
+        if found is None:
+            found = self.offsets[key] = array("q", [content.offset(i, stored) for i in self.tensors])
+        return found
+
+
+def readings(content: Content, job: Job, progress: Callable[[int, int], None] | None = None) -> Iterator[Reading]:
     """What the ranks of ``job`` would read, those that hold the same together, in the order of the lowest of them.
 
     Every rank also reads the values, which all ranks share. Tied tensors count once.
 
+    Args:
+        progress: called with the number of readings done and in all.
+
     Raises:
+        UsageError: there is too much to look at.
         IntegrityError, IncompleteError: a receipt is damaged or missing.
     """
     layout = content.layout
     mesh = Mesh.of(range(prod(job.shape)), job.shape)
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}
-    wanted: list[tuple[int, tuple[int, ...], int, Cut]] = []
+    # Large states have few kinds of tensors: what they have in common is worked out once.
+    alike: dict[object, _Alike] = {}
     keys: dict[int, list[str]] = {}
     for i, name in enumerate(layout):
         keys.setdefault(layout.alias(i), []).append(names.dotted(names.split(name)))
     for i, shared in sorted(keys.items()):
         shape = layout.shape(i)
         chosen = job.cut(shared, shape)
-        if chosen not in cuts:
-            cuts[chosen] = _cut(mesh, chosen)
-        wanted.append((i, shape, shard.dtype(layout.dtype(i)).size, cuts[chosen]))
+        cut = cuts.get(chosen)
+        if cut is None:
+            cut = cuts[chosen] = _cut(mesh, chosen)
+        item = shard.dtype(layout.dtype(i)).size
+        geometry = layout.geometry(i)
+        key = i if geometry is None else (geometry, item, chosen)
+        alike.setdefault(key, _Alike([], shape, item, cut)).tensors.append(i)
     cutting = {m for chosen in cuts for m, _ in chosen}
-    for part in product(*(range(n) if m in cutting else (None,) for m, n in enumerate(job.shape))):
+    total = prod(n for m, n in enumerate(job.shape) if m in cutting)
+    pieces = sum(len(each.tensors) * each.meetings(content) * (total // each.parts) for each in alike.values())
+    if pieces > _PIECES_LIMIT:
+        raise click.UsageError(
+            f"--mesh: {len(keys):,} tensors in {pieces:,} pieces; at most {_PIECES_LIMIT:,} can be explained. Take a smaller "
+            "mesh, or leave some tensors whole: --placements 'GLOB=Replicate'"
+        )
+    for done, part in enumerate(product(*(range(n) if m in cutting else (None,) for m, n in enumerate(job.shape)))):
+        if progress is not None:
+            progress(done, total)
         ranks = [
             mesh.rank(place)
             for place in product(*((c,) if c is not None else range(n) for c, n in zip(part, job.shape, strict=True)))
         ]
-        place = tuple(c or 0 for c in part)
-        yield _reading(content, ranks, part, [(i, cut.box(shape, place), item) for i, shape, item, cut in wanted])
+        yield _reading(content, ranks, part, list(alike.values()))
 
 
 def _cut(mesh: Mesh, chosen: tuple[tuple[int, int], ...]) -> Cut:
@@ -179,18 +232,35 @@ def _cut(mesh: Mesh, chosen: tuple[tuple[int, int], ...]) -> Cut:
 
 
 def _reading(
-    content: Content, ranks: list[int], coordinate: tuple[int | None, ...], boxes: list[tuple[int, Box, int]]
+    content: Content, ranks: list[int], coordinate: tuple[int | None, ...], alike: Sequence[_Alike]
 ) -> Reading:
+    place = tuple(c or 0 for c in coordinate)
     needed = 0
-    regions = []
-    for i, box, item in boxes:
-        nbytes = prod(box.size) * item
-        if nbytes:
-            regions.append(Region(i, box, needed, nbytes))
-            needed += nbytes
     chunks: dict[int, set[int]] = {}
-    for rank, rows in content.rows(regions).items():
-        chunks[rank] = set(touched(rows.table(), content.receipt(rank).size))
+    for each in alike:
+        box = each.cut.box(each.shape, place)
+        nbytes = prod(box.size) * each.item
+        if not nbytes:
+            continue
+        needed += nbytes * len(each.tensors)
+        for stored in content.layout.pieces_in(each.tensors[0], box):
+            part = intersection(stored.box, box)
+            if part is None:
+                continue
+            found = chunks.setdefault(stored.rank, set())
+            begins = each.begins(content, stored)
+            steps = strides(stored.box.size, each.item)
+            corner = zip(part.offset, stored.box.offset, steps, strict=True)
+            lo = sum((o - p) * step for o, p, step in corner)
+            hi = lo + sum((n - 1) * step for n, step in zip(part.size, steps, strict=True)) + each.item
+            if hi - lo <= CHUNK:  # its first and its last byte are in all the chunks that it can be in
+                found.update([(begin + lo) // CHUNK for begin in begins])
+                found.update([(begin + hi - 1) // CHUNK for begin in begins])
+                continue
+            rows = Rows()
+            for begin in begins:
+                rows.add(begin, each.item, stored.box, part, part, 0)
+            found.update(touched(rows.table(), content.receipt(stored.rank).size))
     for rank in set(content.homes.values()):
         lo, hi = content.blob(rank)
         chunks.setdefault(rank, set()).update(range(lo // CHUNK, (hi - 1) // CHUNK + 1))

@@ -99,8 +99,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, if that is a terminal: call it with bytes done and bytes in all. None in a pipe."""
+def progress(what: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, if that is a terminal: call it with what is done and what there is in all. None in a pipe.
+
+    Args:
+        of_bytes: these are bytes; else a number of things.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -108,6 +112,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -117,8 +122,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -122,15 +122,18 @@ def exported_names(content: Content, chosen: Sequence[int]) -> dict[int, str]:
 
     Names as in the store all differ, but one may be the dotted name of another tensor: then all are as in the store.
     """
-    stored = {i: content.layout.name(i) for i in chosen}
-    dotted = {i: names.dotted(names.split(name)) for i, name in stored.items()}
-    seen = Counter(dotted.values())
-    found = {i: name if seen[name] == 1 and _is_plain(name) else stored[i] for i, name in dotted.items()}
-    return found if len(set(found.values())) == len(found) else stored
+    return dict(zip(chosen, _called([content.layout.name(i) for i in chosen], _RESERVED), strict=True))
 
 
-def _is_plain(name: str) -> bool:
-    return bool(name) and name != "__metadata__"
+#: What a file of safetensors cannot have as the name of a tensor.
+_RESERVED = frozenset({"", "__metadata__"})
+
+
+def _called(stored: Sequence[str], reserved: frozenset[str] = frozenset()) -> list[str]:
+    dotted = [names.dotted(names.split(name)) for name in stored]
+    seen = Counter([*dotted, *reserved])
+    found = [key if seen[key] == 1 else name for key, name in zip(dotted, stored, strict=True)]
+    return found if len(set(found)) == len(found) else list(stored)
 
 
 def _tensors(content: Content, chosen: Sequence[int], called: dict[int, str]) -> tuple[list[_Tensor], dict[str, str]]:
@@ -238,13 +241,9 @@ def _sidecar(
 
 
 def _by_key(found: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """By dotted name, or where two have the same one by that in the store."""
-    dotted = [names.dotted(names.split(name)) for name, _ in found]
-    seen = Counter(dotted)
-    return {
-        key if seen[key] == 1 else name: to_plain(value, what=key)
-        for key, (name, value) in zip(dotted, found, strict=True)
-    }
+    """By dotted name, or where two have the same one by that in the store; see :func:`exported_names`."""
+    called = _called([name for name, _ in found])
+    return {key: to_plain(value, what=key) for key, (_, value) in zip(called, found, strict=True)}
 
 
 def _write_json(folder: Path, name: str, value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import torch
 import tierckpt
 from tierckpt.cli.safetensors_file import Exported
 from tierckpt.errors import LayoutError, StoreError
+from tierckpt.format import names
+from tierckpt.format.layout_plan import ranges
+from tierckpt.format.values import shown
 from tierckpt.tiers.content import Content
 
 NAME = "checkpoint.pt"
@@ -35,6 +38,7 @@ def export(content: Content, folder: Path, *, keys: Sequence[str] | None, notes:
         state = tierckpt.read(store.url, manifest.step, keys, fallback=False, run=store.run)
     except LayoutError as error:
         raise StoreError(str(error)) from None
+    _note_other_ranks(content, keys, notes)
     plain = _Plain(notes)
     state = plain.of(state, ())
     if plain.refused:
@@ -48,6 +52,25 @@ def export(content: Content, folder: Path, *, keys: Sequence[str] | None, notes:
         os.fsync(out.fileno())
     torch.load(folder / NAME, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
     return Exported([NAME], len(plain.tensors), sum(plain.tensors.values()))
+
+
+def _note_other_ranks(content: Content, keys: Sequence[str] | None, notes: list[str]) -> None:
+    """Of values that are a rank's own, a process that reads alone gets those of rank 0: say which others there are."""
+    of: dict[str, list[int]] = {}
+    for rank, known in content.own.items():
+        for name in known:
+            of.setdefault(name, []).append(rank)
+    for name, ranks in of.items():
+        if ranks != [0] and (keys is None or names.matches(names.split(name), keys)):
+            others = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges([rank for rank in ranks if rank]))
+            told = f"that of rank 0 is written, not those of ranks {others}"
+            if ranks[0] != 0:
+                told = f"left out: rank 0 has none, but ranks {others}"
+            notes.append(f"{names.dotted(names.split(name))}: a PerRank value; {told}")
+
+
+_REFUSED: Any = object()
+"""Stands where something has no plain form."""
 
 
 class _Plain:
@@ -72,12 +95,28 @@ class _Plain:
         if kind is tuple:
             return tuple([self.of(item, (*path, i)) for i, item in enumerate(value)])
         if kind in (dict, OrderedDict, Counter):
-            return kind((self._key(key, path), self.of(item, (*path, key))) for key, item in value.items())
+            keys = self._keys(value, path)
+            items = {keys[key]: self.of(item, (*path, key)) for key, item in value.items()}
+            # A dict: of pairs, a Counter would be how often there is each.
+            return items if kind is dict else kind(items)
         if kind in (set, frozenset):
             if kind is frozenset:
                 self._note(path, "a frozenset, as a set")
-            return {self._key(item, path) for item in value}
+            return set(self._keys(value, path).values())
         return self._converted(value, path)
+
+    def _keys(self, found: Iterable[Any], path: tuple[Any, ...]) -> dict[Any, Any]:
+        """What stands for each key of a dict or item of a set. Those that become the same are refused."""
+        keys = {key: self._key(key, path) for key in found}
+        alike: dict[Any, list[Any]] = {}
+        for key, plain in keys.items():
+            alike.setdefault(plain, []).append(key)
+        for plain, several in alike.items():
+            if len(several) > 1 and plain is not _REFUSED:
+                self.refused.append(
+                    f"{_dotted(path)} ({' and '.join(map(shown, several))} would both be {shown(plain)})"
+                )
+        return keys
 
     def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
         found = self.of(key, (*path, key))
@@ -85,7 +124,7 @@ class _Plain:
             hash(found)
         except TypeError:
             self.refused.append(f"{_dotted(path)} ({type(key).__name__} as a key)")
-            return repr(key)
+            return _REFUSED
         return found
 
     def _converted(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -107,7 +146,7 @@ class _Plain:
             return tensor
         what = f"numpy {value.dtype}" if isinstance(value, (numpy.ndarray, numpy.generic)) else type(value).__name__
         self.refused.append(f"{_dotted(path)} ({what})")
-        return None
+        return _REFUSED
 
     def _note(self, path: tuple[Any, ...], what: str) -> None:
         self._notes.append(f"{_dotted(path)}: {what}")

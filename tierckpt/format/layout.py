@@ -252,6 +252,12 @@ class Layout:
 
     # Pieces
 
+    def geometry(self, i: int) -> tuple[int, int, int, tuple[int, ...]] | None:
+        """Equal for tensors of which the same shards store the same boxes; None for one whose pieces are listed."""
+        i = self._aliases[i]
+        number = self._cut_of[i]
+        return None if number == LISTED else (number, self._first[i], self._splits[i], self.shape(i))
+
     def stored_pieces(self, i: int) -> list[Stored]:
         """All pieces of tensor ``i`` (of its target, if it is an alias) that have elements."""
         return self.pieces_in(i, whole(self.shape(i)))

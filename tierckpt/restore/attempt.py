@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from operator import le
 from typing import Any
 
@@ -20,8 +21,10 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.restore.plan import Run, Wanted, add_runs, plan
 from tierckpt.restore.shards import Shards
-from tierckpt.state.layout import Describer, Destination, destination, is_dense
+from tierckpt.state.layout import PLAIN, Describer, Destination, destination, is_dense, local
 from tierckpt.state.mapping import Mapping as NameMapping
+from tierckpt.state.marks import LiveTensor
+from tierckpt.state.naming import readable
 from tierckpt.state.nodes import merge
 from tierckpt.state.spelling import dotted
 from tierckpt.state.tree import Saved, Target, unexpected_problems
@@ -93,14 +96,17 @@ class Attempt:
         cast: bool,
         staged: bool,
         mapping: NameMapping | None,
+        named: bool = False,
     ) -> None:
+        """``named``: the caller has named the checkpoint."""
         self._group, self._store, self._ref, self._state = group, store, ref, state
-        self._mapping = mapping
+        self._mapping, self._named = mapping, named
         self._keys, self._strict, self._cast, self._staged = keys, strict, cast, staged
         self._what = f"step {ref.step} of {store.url}"
         self.manifest, self.layout = documents(group, store, ref, source)
         self._shards = Shards(group, store, self.manifest, self.layout)
         self._describer = Describer(group.global_ranks)
+        self._early: list[Wanted] = []  # may be refused once its elements are known: read before anything is touched
         self._wanted: list[Wanted] = []
         self._runs: dict[str, Run] = {}
         self._places: list[tuple[str, Destination]] = []
@@ -115,6 +121,9 @@ class Attempt:
     @torch.inference_mode(False)  # what is allocated for an optimizer must be of use outside of it
     def fit(self) -> None:
         """Read the values, and find a place for everything; nothing live is touched.
+
+        What only the elements of a tensor can tell (a cast that would lose, one memory that was saved with different
+        values) is read here, too: from here on only the bytes of the store can be at fault.
 
         Raises:
             LayoutError: lists everything that does not fit.
@@ -132,6 +141,7 @@ class Attempt:
                 strict=self._strict,
                 cast=self._cast,
                 mapping=self._mapping,
+                named=self._named,
             )
             self._refuse(self._target.problems)
             names_of = self._names_of = self._target.view.names_of
@@ -139,17 +149,23 @@ class Attempt:
             if self._target.per_rank and self._same_world:
                 blobs.setdefault(self._group.rank, [])
             wanted = len(self._target.tensors) + len(self._target.values) + len(self._target.per_rank)
-            unexpected = {origin for name in self._target.unexpected for origin in names_of(name)}
             given = [self._keys is not None, self._mapping is not None]
-            return json.dumps([wanted, sorted(unexpected), *given]).encode()
+            return json.dumps([wanted, self._unused(), *given]).encode()
 
         told = [json.loads(said) for said in self._group.vote(what, match)]
         # Keys and mappings are a rank's own, as stages of a pipeline need them; that there are any concerns all.
         self._mapped = any(mapped for *_, mapped in told)
         if any(keyed for *_, keyed, _ in told) and not any(wanted for wanted, *_ in told):
             raise LayoutError(f"keys={self._keys!r}: nothing in {self._what} that the state has matches")
-        nobodys = set.intersection(*(set(names) for _, names, *_ in told))
-        unexpected = {name for name in self._target.unexpected if not nobodys.isdisjoint(self._names_of(name))}
+        unused = [unused for _, unused, *_ in told]
+        unexpected = {
+            name
+            for name in self._target.unexpected
+            if any(
+                all(origin in parts and (parts[origin] is None or name in parts[origin]) for parts in unused)
+                for origin in self._names_of(name)
+            )
+        }
         if self._strict:
             self._refuse(unexpected_problems(unexpected, self._target.view))
         self.ignored = sorted(unexpected)
@@ -166,11 +182,27 @@ class Attempt:
             if self._mapping is not None:
                 self._refuse(disagreeing(self._target.view, self._target.values, told))
             self._find_places()
-            return b""
+            return b"early" if self._early else b""
 
-        self._group.vote(what, check)
+        early = any(self._group.vote(what, check))
         if self._mapped:
             agree(self._group, what, self._shards, self._contents, self._target.view, self._target.tensors)
+        if early:
+            self._shards.fill(plan(self.layout, self._early))
+            self._group.vote(what, self._check_early)
+
+    def _unused(self) -> dict[str, list[str] | None]:
+        """What of the checkpoint this rank's state has no place for: None for all of it, or names of what it is split into.
+
+        Another rank may have a place for the rest.
+        """
+        target, names_of = self._target, self._names_of
+        found: dict[str, list[str]] = {}
+        for name in sorted(target.unexpected):
+            for origin in names_of(name):
+                found.setdefault(origin, []).append(name)
+        used = {origin for name in (target.tensors if found and target.view.parts else ()) for origin in names_of(name)}
+        return {origin: parts if origin in used else None for origin, parts in found.items()}
 
     @property
     def _same_world(self) -> bool:
@@ -200,9 +232,13 @@ class Attempt:
         self._shared = apart(
             [(name, layout.alias(index) if parts is None else -1, p) for name, index, parts, p in rows]
         )
+        shared = {name for cluster in self._shared for name, _ in cluster}
+        self._refuse(sorted({line for row in rows for place in row[3] for line in _obstacle(row[0], place)}))
         for name, index, parts, places in rows:
             self._places += [(name, place) for place in places]
-            self._wanted += [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
+            wanted = [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
+            early = name in shared or any(map(_may_lose, places))
+            (self._early if early else self._wanted).extend(wanted)
         self._runs = runs
 
     def _row(self, name: str) -> tuple[str, int, list[Part] | None, list[Destination]]:
@@ -228,40 +264,85 @@ class Attempt:
             return Destination(box, torch.empty(box.size, dtype=dtype), found.target or tensor.detach())
         return found
 
+    def _check_early(self) -> bytes:
+        """Refuse what would not arrive as it was saved. Everything is still in memory of its own."""
+        lost = {
+            f"{readable(name)}: saved as {place.memory.dtype}, it has values that {place.target.dtype} cannot hold"
+            for name, place in self._places
+            if place.target is not None and _may_lose(place) and _loses(place)
+        }
+        if lost:
+            raise LayoutError(f"{self._what}: cast=True: " + "; ".join(sorted(lost)))
+        torn = [line for cluster in self._shared for line in _torn(cluster)]
+        if torn:
+            raise LayoutError(
+                f"{self._what} does not fit the state:{''.join(sorted(torn))}\n"
+                "Untie them, or load with keys= those that are right"
+            )
+        return b""
+
     def fetch(self) -> None:
         """Read, verify and put everything where it belongs; values are kept for :meth:`finish`."""
         reads = plan(self.layout, self._wanted)
         add_runs(reads, self.layout, self._runs.values())
+        if not self._staged:
+            mark_changed(self._target.tensors.values())
         self._shards.fill(reads)
-        if self._cast:
-            self._group.vote(f"casting {self._what}", self._check_casts)
-
-    def _check_casts(self) -> bytes:
-        problems = {
-            f"{name}: saved as {place.memory.dtype}, it has values that {target.dtype} cannot hold"
-            for name, place in self._places
-            if (target := place.target) is not None and target.dtype != place.memory.dtype and _loses(place)
-        }
-        if problems:
-            raise LayoutError("cast=True: " + "; ".join(sorted(problems)))
-        return b""
 
     def finish(self) -> None:
         """All ranks have everything: hand it over."""
 
         def part() -> bytes:
-            for _, place in self._places:
-                place.finish()
-            torn = sorted({name for name, place in self._shared if not _arrived(place)})
-            if torn:
-                raise LayoutError(
-                    f"{self._what}: {', '.join(torn)}: these share memory in the state, but were saved with different values; "
-                    "what was to be filled is now undefined. Untie them, or load with keys="
-                )
+            if self._staged:
+                mark_changed(self._target.tensors.values())
+            for name, place in self._places:
+                try:
+                    place.finish()
+                except Exception as error:
+                    raise StateError(
+                        f"{readable(name)}: what was read could not be copied to {_where(place)}: {type(error).__name__}: "
+                        f"{error}; what was to be filled is now undefined"
+                    ) from error
             self._target.commit(self._values, self._per_rank)
             return b""
 
         self._group.vote(f"restoring {self._what}", part)
+
+
+def mark_changed(values: Iterable[LiveTensor]) -> None:
+    """Tell autograd that these are written to: what a graph has kept of them is not what it was.
+
+    Bytes come past torch, which would not know. One call for all of them, since there may be many.
+    """
+    found: list[torch.Tensor] = []
+    for value in values:
+        if type(value) in PLAIN:
+            found.append(value)  # type: ignore[arg-type]
+        else:
+            found += local(value)
+            if isinstance(value, torch.Tensor):  # a DTensor counts apart from what it holds
+                found.append(value)
+    if _counts_many():
+        torch.autograd.graph.increment_version(found)
+        return
+    for tensor in found:
+        if not tensor.is_inference():  # they have no version
+            torch.autograd.graph.increment_version(tensor)
+
+
+@cache
+def _counts_many() -> bool:
+    """Whether this torch takes several tensors at once there; older ones take one."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _where(place: Destination) -> str:
+    assert place.target is not None
+    return f"a tensor of {place.target.dtype} on {place.target.device}"
 
 
 def touching(runs: Mapping[str, Run], rows: Sequence[tuple[Any, Any, Any, list[Destination]]]) -> list[str]:
@@ -292,8 +373,8 @@ def _span(place: Destination) -> tuple[int, int]:
     return start, start + reach * tensor.element_size()
 
 
-def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[tuple[str, Destination]]:
-    """Give destinations that share memory memory of their own first; those that need a look once they were filled.
+def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[list[tuple[str, Destination]]]:
+    """Give destinations that share memory memory of their own first; those that have to be compared, by what they share.
 
     ``rows``: name, number of the stored tensor (−1: several), destinations; these lists are changed. Several names of the
     same memory and the same stored tensor, as tied parameters are, become one.
@@ -308,7 +389,7 @@ def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[tuple[str,
         else:
             clusters.append([(row, at)])
         end = max(end, stop)
-    shared: list[tuple[str, Destination]] = []
+    shared: list[list[tuple[str, Destination]]] = []
     dropped: set[tuple[int, int]] = set()
     for cluster in clusters:
         if len(cluster) == 1:
@@ -321,17 +402,57 @@ def apart(rows: Sequence[tuple[str, int, list[Destination]]]) -> list[tuple[str,
             if stored >= 0 and seen.setdefault(key, (row, at)) != (row, at):
                 dropped.add((row, at))
         left = [member for member in cluster if member not in dropped]
-        for row, at in left if len(left) > 1 else ():
+        if len(left) == 1:
+            continue
+        shared.append([])
+        for row, at in left:
             name, _, places = rows[row]
             place = places[at]
             if place.target is None:
                 place = places[at] = Destination(
                     place.box, torch.empty(place.box.size, dtype=place.memory.dtype), place.memory
                 )
-            shared.append((name, place))
+            shared[-1].append((name, place))
     for row, at in sorted(dropped, reverse=True):
         del rows[row][2][at]
     return shared
+
+
+def _torn(cluster: Sequence[tuple[str, Destination]]) -> list[str]:
+    """A line for each that would not hold what was read for it once all of ``cluster`` were put where they belong.
+
+    That is rehearsed in other memory, in which they overlap alike.
+    """
+    targets = [place.target for _, place in cluster]
+    widest = max((target for target in targets if target is not None), key=torch.Tensor.element_size)
+    spans = [_span(place) for _, place in cluster]
+    low = min(start for start, _ in spans)
+    # Views of wider elements need an address that is a multiple of them.
+    low -= (low - widest.data_ptr()) % widest.element_size()
+    scratch = torch.empty(max(end for _, end in spans) - low, dtype=torch.uint8)
+    rehearsed: list[tuple[str, Destination]] = []
+    for name, place in cluster:
+        target = place.target
+        assert target is not None
+        at, rest = divmod(target.data_ptr() - low, target.element_size())
+        if rest:
+            raise LayoutError(
+                f"{readable(name)}: it shares memory with others, at an address that is no multiple of the size of its "
+                "elements; load it alone, with keys="
+            )
+        view = torch.empty(0, dtype=target.dtype)
+        view.set_(scratch.untyped_storage(), at, target.shape, target.stride())
+        view = view.conj() if target.is_conj() else view
+        rehearsed.append((name, place._replace(target=torch._neg_view(view) if target.is_neg() else view)))
+    for _, place in rehearsed:
+        place.finish()
+    torn = sorted({name for name, place in rehearsed if not _arrived(place)})
+    others = sorted({name for name, _ in cluster})
+    listed = ", ".join(map(readable, others[:10])) + (f" and {len(others) - 10} more" if len(others) > 10 else "")
+    return [
+        f"\n  {readable(name)}: these share memory in the state, but were saved with different values: {listed}"
+        for name in torn
+    ]
 
 
 def _arrived(place: Destination) -> bool:
@@ -413,29 +534,65 @@ def _hint(problems: Sequence[str]) -> str:
     return ""
 
 
-def _loses(place: Destination) -> bool:
-    """Whether an integer would overflow, a fraction be cut or an imaginary part be dropped on the way."""
-    assert place.target is not None
-    wanted, memory = place.target.dtype, place.memory
-    if memory.dtype.is_complex and not wanted.is_complex:
-        return True
-    if wanted.is_floating_point or wanted.is_complex or wanted == torch.bool or not memory.numel():
+def _obstacle(name: str, place: Destination) -> Iterator[str]:
+    """Why a destination cannot be filled from memory of its own, if so."""
+    if place.target is not None:
+        saved, wanted = place.memory.dtype, place.target.dtype
+        if saved.is_complex and not wanted.is_complex:
+            yield f"{readable(name)}: saved as {saved}, it has imaginary parts that {wanted} cannot hold"
+        elif not _can_copy(saved, wanted, place.target.device):
+            yield f"{readable(name)}: saved as {saved}, which torch cannot convert to {wanted}"
+
+
+@cache
+def _can_copy(saved: torch.dtype, wanted: torch.dtype, device: torch.device) -> bool:
+    """Whether torch copies elements of the one dtype on the CPU to the other: it does not say so before it is tried."""
+    try:
+        torch.empty(1, dtype=wanted, device=device).copy_(torch.empty(1, dtype=saved))
+    except (RuntimeError, NotImplementedError, TypeError):
         return False
-    if memory.dtype.is_floating_point or memory.dtype == torch.bool:
-        return not bool((memory.to(wanted).to(memory.dtype) == memory).all())
+    return True
+
+
+def _may_lose(place: Destination) -> bool:
+    """Whether an integer may overflow or a fraction be cut on the way: then the elements have to be looked at."""
+    if place.target is None:
+        return False
+    saved, wanted = place.memory.dtype, place.target.dtype
+    if saved in (wanted, torch.bool) or wanted == torch.bool or wanted.is_floating_point or wanted.is_complex:
+        return False
+    if saved.is_floating_point:
+        return True
+    (low, high), (least, most) = _bounds(saved), _bounds(wanted)
+    return low < least or high > most
+
+
+def _bounds(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the greatest integer of a dtype."""
+    found = torch.iinfo(dtype)
+    return found.min, 2**64 - 1 if dtype == torch.uint64 else found.max
+
+
+def _loses(place: Destination) -> bool:
+    """Whether an integer does overflow or a fraction is cut."""
+    assert place.target is not None
+    memory = place.memory
+    least, most = _bounds(place.target.dtype)
+    if not memory.numel():
+        return False
+    if memory.dtype.is_floating_point:
+        # Not there and back: beyond the bounds a conversion does what the processor likes, and a dtype without a zero
+        # takes the way back for the truth. Bounds are powers of two, which floats have.
+        wide = memory if memory.dtype in (torch.float32, torch.float64) else memory.to(torch.float32)
+        return not bool(((wide.trunc() == wide) & (wide >= float(least)) & (wide < float(most + 1))).all())
     # Converting there and back would wrap twice: compare the extremes as what they are.
     if memory.dtype == torch.uint64:
         as_signed = memory.view(torch.int64)
-        beyond = int(as_signed.min()) < 0
-        low, high = 0, 2**64 - 1 if beyond else int(as_signed.max())
-        if beyond and wanted == torch.uint64:
-            return False
+        low, high = 0, 2**64 - 1 if int(as_signed.min()) < 0 else int(as_signed.max())
     else:
         wide = memory.to(torch.int64)
         low, high = int(wide.min()), int(wide.max())
-    bounds = torch.iinfo(wanted)
-    most = 2**64 - 1 if wanted == torch.uint64 else bounds.max
-    return low < bounds.min or high > most
+    return low < least or high > most
 
 
 def pick(found: Mapping[str, JSON], name: str, rank: int) -> JSON:
@@ -467,8 +624,10 @@ class Contents:
         #: Numbers of the tensors in the layout, by name.
         self.numbers = layout.numbers
         kinds = [layout.dtype(i) for i in range(len(layout))]
-        tensors = dict(zip(layout.names, zip(kinds, layout.shapes, strict=True), strict=True))
-        self.saved = Saved(tensors, merged[0] if len(merged) == 1 else merge(self.trees))
+        names = layout.names
+        tensors = dict(zip(names, zip(kinds, layout.shapes, strict=True), strict=True))
+        ties = {names[i]: names[owner] for i, owner in enumerate(layout.aliases) if owner != i}
+        self.saved = Saved(tensors, merged[0] if len(merged) == 1 else merge(self.trees), ties)
 
     def blobs_for(self, names: Sequence[str]) -> dict[int, list[str]]:
         """Which blobs to read for these values, and which of them from each."""

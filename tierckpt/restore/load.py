@@ -31,10 +31,13 @@ from tierckpt.restore.attempt import (
 from tierckpt.restore.choice import choose
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
+from tierckpt.snapshot import fence
 from tierckpt.state import mapped
 from tierckpt.state.layout import Destination
 from tierckpt.state.mapping import Mapping as NameMapping
-from tierckpt.state.nodes import build_nodes
+from tierckpt.state.nodes import build_nodes, merge
+from tierckpt.state.spelling import dotted
+from tierckpt.state.view import View
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
 
@@ -98,6 +101,7 @@ def load(
         may_be_empty: None is returned, not raised, when nothing was ever committed.
     """
     began = time.perf_counter()
+    fence.wait()  # what is filled here may still be being copied
     keys = [keys] if isinstance(keys, str) else keys
     group.agree(
         f"loading from {place.url}", step=step, strict=strict, cast=cast, fallback=fallback, staged=staged, run=run
@@ -122,6 +126,7 @@ def load(
                 cast=cast,
                 staged=staged,
                 mapping=mapping,
+                named=step is not None,
             )
             attempt.fit()
             passed.cover(group, attempt)
@@ -221,7 +226,7 @@ def read(
     passed = _Passed(list(choice.skipped))
     for ref in choice.refs:
         try:
-            found = _read(group, store, ref, keys, choice.source, mapping)
+            found = _read(group, store, ref, keys, choice.source, mapping, named=step is not None)
         except _FALL_BACK as error:
             if not fallback or step is not None:
                 raise
@@ -239,26 +244,29 @@ def _read(
     keys: Sequence[str] | None,
     source: int,
     mapping: NameMapping | None,
+    *,
+    named: bool,
 ) -> Any:
     manifest, layout = documents(group, store, ref, source)
     shards = Shards(group, store, manifest, layout)
-    contents = Contents(layout, group.rank)
     what = f"step {ref.step} of {store.url}"
-    view = mapped.view(mapping, contents.saved.nodes, contents.saved.tensors, None)
-    _refuse(what, view.problems)
-    leaves = list(view.nodes.values())
-    chosen = _select([node.name for node in leaves if node.kind in ("tensor", "array")], keys)
-    chosen_values = _select([node.name for node in leaves if node.is_value], keys)
-    chosen_own = _select([node.name for node in leaves if node.kind == "per_rank"], keys)
-    if keys is not None and not (chosen or chosen_values or chosen_own):
-        raise LayoutError(f"keys={list(keys)!r}: nothing in {what} matches")
+    # Not as this rank saw it: all get the same, but for what is a rank's own.
+    contents = Contents(layout, _NOBODY)
+    chosen = _Chosen()
     wanted: list[Wanted] = []
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[int, torch.Tensor] = {}
 
+    def select() -> bytes:
+        chosen.select(contents, group.rank, keys, mapping, what, named=named)
+        return b"mapped" if mapping is not None else b""
+
+    mapped_anywhere = any(group.vote(f"reading {what}", select))
+    view = chosen.view
+
     @memory_for(what)
     def allocate() -> bytes:
-        for name in chosen:
+        for name in chosen.tensors:
             origin = view.names_of(name)[0]
             index = contents.numbers.get(origin)
             if index is None:
@@ -282,30 +290,86 @@ def _read(
         return b""
 
     group.vote(f"reading {what}", allocate)
-    blobs = contents.blobs_for([origin for name in chosen_values for origin in view.names_of(name)])
-    if chosen_own and layout.has_blob(group.rank):
+    blobs = contents.blobs_for([origin for name in chosen.values for origin in view.names_of(name)])
+    if chosen.own:
         blobs.setdefault(group.rank, [])
     told = shards.values(blobs)
     shards.fill(plan(layout, wanted))
     found = {name: pick(told[rank], name, rank) for rank, picked in blobs.items() for name in picked}
-    if mapping is not None:
-        _refuse(what, disagreeing(view, chosen_values, found))
-        agree(group, f"reading {what}", shards, contents, view, chosen)
+    if mapped_anywhere:
+
+        def compare() -> bytes:
+            _refuse(f"{what} does not fit the mapping", disagreeing(view, chosen.values, found))
+            return b""
+
+        group.vote(f"reading {what}", compare)
+        agree(group, f"reading {what}", shards, contents, view, chosen.tensors)
     own = told.get(group.rank, {})
-    origins = {name: view.names_of(name)[0] for name in (*chosen_values, *chosen_own)}
     return build_nodes(
         view.nodes,
         tensors,
-        {name: view.value(name, found[origins[name]]) for name in chosen_values},
-        {name: own[origins[name]] for name in chosen_own if origins[name] in own},
+        {name: view.value(name, found[view.names_of(name)[0]]) for name in chosen.values},
+        {name: pick(own, view.names_of(name)[0], group.rank) for name in chosen.own},
     )
+
+
+_NOBODY = -1
+"""No rank."""
+
+
+@dataclass
+class _Chosen:
+    """Names of what is read, as a state has them: of tensors, of values, and of values that are this rank's own."""
+
+    view: View = field(default_factory=View)
+    tensors: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+
+    def select(
+        self,
+        contents: Contents,
+        rank: int,
+        keys: Sequence[str] | None,
+        mapping: NameMapping | None,
+        what: str,
+        *,
+        named: bool,
+    ) -> None:
+        """Those that match ``keys`` (globs over dotted names; None: all).
+
+        Raises ``LayoutError``: nothing matches, or what matches does not fit the mapping, or not into one state.
+        """
+        left_out: dict[str, str] = {}
+        nodes = contents.saved.nodes if len(contents.trees) == 1 else merge(contents.trees, left_out)
+        view = self.view = mapped.view(mapping, nodes, contents.saved.tensors, None, named=named)
+        _refuse(f"{what} does not fit the mapping", view.problems)
+        for node in view.nodes.values():
+            if keys is not None and not names.matches(names.split(node.name), keys):
+                continue
+            if node.kind in ("tensor", "array"):
+                self.tensors.append(node.name)
+            elif node.is_value:
+                self.values.append(node.name)
+            if node.kind == "per_rank":
+                self.own.append(node.name)
+        _refuse(f"{what} does not fit the mapping", view.doubts_of([*self.tensors, *self.values, *self.own]))
+        _refuse(
+            f"{what} cannot be read as one state: load() it into those of its ranks, or name with keys= what to read",
+            [
+                f"{dotted(name)}: {why}"
+                for name, why in left_out.items()
+                if keys is None or names.matches(names.split(name), keys)
+            ],
+        )
+        if keys is not None and not (self.tensors or self.values or self.own):
+            raise LayoutError(f"keys={list(keys)!r}: nothing in {what} matches")
+        # Of the values that are a rank's own this one has those of its own tree.
+        trees = contents.layout.trees
+        mine = [n for n, tree in enumerate(trees) if any(first <= rank <= last for first, last in tree.ranks)]
+        self.own = [name for name in self.own if mine and view.nodes[name].detail >> mine[0] & 1]
 
 
 def _refuse(what: str, problems: Sequence[str]) -> None:
     if problems:
-        raise LayoutError(f"{what} does not fit the mapping:" + "".join(f"\n  {problem}" for problem in problems))
-
-
-def _select(known: Sequence[str], keys: Sequence[str] | None) -> list[str]:
-    """Those of the leaves' names that match ``keys`` (globs over dotted names; None: all)."""
-    return [name for name in known if keys is None or names.matches(names.split(name), keys)]
+        raise LayoutError(f"{what}:" + "".join(f"\n  {problem}" for problem in problems))

@@ -164,6 +164,12 @@ class _Walker:
                 self._check(tensor, name)
             return Leaf("tensor", name, value)
         if isinstance(value, numpy.ndarray):
+            if type(value) is not numpy.ndarray:
+                # Of any size: a mask, say, would be lost.
+                raise StateError(
+                    f"{readable(name)}: a numpy array of class {type(value).__name__} would come back as a plain one; "
+                    "convert it with numpy.asarray"
+                )
             return Leaf("array", name, value) if arrays.is_large(value) else None
         if is_stateful(value):
             return self._stateful(value, name)
@@ -334,7 +340,12 @@ class _Walker:
         if identity in self._open:
             raise StateError(f"{readable(name)}: the state_dict of a {type(value).__name__} contains itself")
         self._open.add(identity)
-        state = value.state_dict()
+        try:
+            state = value.state_dict()
+        except Exception as error:
+            raise StateError(
+                f"{readable(name)}: state_dict of {type(value).__name__} failed: {type(error).__name__}: {error}"
+            ) from error
         node = self.visit(state, name)
         self._open.discard(identity)
         return StatefulBranch(name, value, Leaf("value", name, state) if node is None else node)

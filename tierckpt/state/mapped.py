@@ -5,14 +5,15 @@ No bytes are involved: a fused or split tensor is a list of `Part`, boxes of ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tierckpt.format import names
 from tierckpt.format.boxes import Box, whole
-from tierckpt.state.live import Branch, Node, OptimizerBranch, StatefulBranch
+from tierckpt.state.direction import Direction
+from tierckpt.state.live import Branch, ModuleBranch, Node, OptimizerBranch, StatefulBranch
 from tierckpt.state.mapped_optimizer import MappedOptimizer, homes_of, is_optimizer
-from tierckpt.state.mapping import Claim, Fuse, Rename, Split, fill
+from tierckpt.state.mapping import Claim, Fuse, Rename, Split, befores, fill
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import below
@@ -22,12 +23,22 @@ from tierckpt.state.view import Kind, Part, View, whole_part
 
 
 def view(
-    mapping: NameMapping | None, nodes: Mapping[str, SavedNode], tensors: Mapping[str, Kind], root: Node | None
+    mapping: NameMapping | None,
+    nodes: Mapping[str, SavedNode],
+    tensors: Mapping[str, Kind],
+    root: Node | None,
+    *,
+    strict: bool = True,
+    named: bool = True,
 ) -> View:
-    """What ``mapping`` makes of a checkpoint with these nodes and tensors, for the state of ``root`` (None: for none)."""
+    """What ``mapping`` makes of a checkpoint with these nodes and tensors, for the state of ``root`` (None: for none).
+
+    ``strict``: rules that speak of nothing are problems. ``named``: the caller has named the checkpoint, and so says
+    that it has the names of before the rules, should its own names not tell.
+    """
     if mapping is None:
         return View(dict(nodes), dict(tensors))
-    return Viewer(mapping, nodes, tensors, _Live(root)).run()
+    return Viewer(mapping, nodes, tensors, _Live(root), strict=strict, named=named).run()
 
 
 class _Live:
@@ -39,8 +50,13 @@ class _Live:
         self.kinds: dict[str, str] = {}
         self.tensors: dict[str, LiveTensor] = {}
         self.optimizers: dict[str, set[object]] = {}
+        self._by_identity: dict[int, list[str]] = {}  # of tensors
+        self._modules: list[dict[object, str]] = []
+        self._found: list[OptimizerBranch] = []
         if root is not None:
             self._look(root)
+        # What the state calls the parameters of each optimizer, as tensors that have a place in it.
+        self.trained = {node.name: self._trained(node) for node in self._found}
 
     def _look(self, node: Node) -> None:
         if isinstance(node, StatefulBranch):  # its child has its name
@@ -51,26 +67,49 @@ class _Live:
         self.names[text] = None if text in self.names else node.name
         if isinstance(node, OptimizerBranch):
             self.optimizers[node.name] = {name for group in node.groups.names for name in group}
+            self._found.append(node)
         elif isinstance(node, Branch):
+            if isinstance(node, ModuleBranch):
+                self._modules.append({key: child.name for key, child in zip(node.keys, node.children, strict=True)})
             for child in node.children:
                 self._look(child)
         elif node.kind == "tensor":
             self.tensors[node.name] = node.live
+            self._by_identity.setdefault(id(node.live), []).append(node.name)
+
+    def _trained(self, optimizer: OptimizerBranch) -> set[str]:
+        parameters = [parameter for group in optimizer.live.param_groups for parameter in group["params"]]
+        found = {name for parameter in parameters for name in self._by_identity.get(id(parameter), ())}
+        if not found:
+            # A module that shows other tensors than its parameters (flattened ones): the only one with such names.
+            called = self.optimizers[optimizer.name]
+            having = [module for module in self._modules if called <= module.keys()]
+            found = {having[0][name] for name in called} if len(having) == 1 else found
+        return found
 
 
 class Viewer:
     def __init__(
-        self, mapping: NameMapping, nodes: Mapping[str, SavedNode], tensors: Mapping[str, Kind], live: _Live
+        self,
+        mapping: NameMapping,
+        nodes: Mapping[str, SavedNode],
+        tensors: Mapping[str, Kind],
+        live: _Live,
+        *,
+        strict: bool,
+        named: bool,
     ) -> None:
         self.mapping, self.nodes, self.saved, self.live = mapping, nodes, tensors, live
+        self.strict = strict
         self.view = View()
         self.moved: dict[str, list[str]] = {}  # tensors of the checkpoint -> what they become, if not the same
         self.fused: dict[tuple[int, tuple[str, ...]], dict[int, str]] = {}
         self.used: set[int] = set()
+        self.direction = Direction(mapping, live.names if live.is_there else None, named=named)
         self._flat: dict[str, bool] = {}
 
     def run(self) -> View:
-        view = self.view
+        view, rules = self.view, self.mapping.rules
         optimizers = {name for name, node in self.nodes.items() if is_optimizer(node, self.nodes)}
         theirs: dict[str, list[SavedNode]] = {name: [] for name in optimizers}
         plain: list[SavedNode] = []
@@ -81,22 +120,42 @@ class Viewer:
         for name, candidates in homes.items():
             if not candidates:  # nothing here says what its parameters are
                 plain += theirs.pop(name)
+        self.direction.decide([dotted(node.name) for node in plain], [dotted(name) for name in theirs])
+        view.problems += [f"mapping: {line}" for line in self.direction.undecided]
+        self.used |= self.direction.past
         for node in plain:
             self._leaf(node)
         for key, parts in self.fused.items():
             self._fuse(*key, parts)
         for name, leaves in theirs.items():
             MappedOptimizer(self, self.nodes[name], leaves, homes[name]).run()
+        self._refuse_inside_values(plain)
         if not self.live.is_there:
             for node in view.nodes.values():
                 _settle(node)
-        if view.problems:
-            view.problems += [
-                f"mapping: rule {number} speaks of nothing in the checkpoint: {rule}"
-                for number, rule in enumerate(self.mapping.rules)
-                if number not in self.used
-            ]
+        if view.problems or self.strict:
+            written = {dotted(node.name): node for node in self.nodes.values()} if len(self.used) < len(rules) else {}
+            for number, rule in enumerate(rules):
+                if number not in self.used:
+                    why = "".join(sorted({_why_nothing(text, written) for text in befores(rule)}))
+                    self.problem(f"rule {number} speaks of nothing in the checkpoint: {rule}{why}")
         return view
+
+    def _refuse_inside_values(self, leaves: Sequence[SavedNode]) -> None:
+        """A container without tensors is one value: what a rule puts into it would take its place."""
+        for leaf in leaves:
+            # On other ranks it may be a container.
+            trees = leaf.trees & ~union(self.nodes[child].trees for child in leaf.children)
+            for name in self.moved.get(leaf.name, [leaf.name]) if leaf.is_value and trees else ():
+                node = self.view.nodes.get(name)
+                into = (
+                    [] if node is None else [child for child in node.children if self.view.nodes[child].trees & trees]
+                )
+                if into:
+                    self.problem(
+                        f"{dotted(leaf.name)} has no tensors in the checkpoint, and is one value there: "
+                        f"{', '.join(map(dotted, into))} cannot be put into it"
+                    )
 
     def problem(self, text: str) -> None:
         self.view.problems.append(f"mapping: {text}")
@@ -106,9 +165,9 @@ class Viewer:
 
     def _leaf(self, node: SavedNode) -> None:
         text = dotted(node.name)
-        claim = self.mapping.claim(text)
+        claim = self.direction.claim(text)
         if claim is None:
-            if self.mapping.claim_after(text) is not None:
+            if self.direction.claim_after(text) is not None:
                 self.problem(
                     f"the checkpoint has {text} already, which in the state is "
                     f"{' and '.join(self.mapping.sources(text))} of the checkpoint"
@@ -348,6 +407,29 @@ def _spans(
     if any(span is None and length is not None for span, length in zip(spans, known, strict=True)):
         return [], "the state has some of them here, but not those that say where they begin; give sizes="
     return spans, ""
+
+
+def union(sets: Iterable[int]) -> int:
+    """Of sets of trees, each given by its bits."""
+    found = 0
+    for each in sets:
+        found |= each
+    return found
+
+
+def _why_nothing(pattern: str, written: Mapping[str, SavedNode]) -> str:
+    """What there is where a rule's pattern speaks of something else; "" if nothing."""
+    node = written.get(pattern)
+    if node is not None and node.kind == "subclass":
+        return f"; {pattern} is a {node.detail[0]}, whose tensors are {', '.join(map(dotted, node.children))}"
+    end = len(pattern)
+    while (end := pattern.rfind(".", 0, end)) > 0:
+        node = written.get(pattern[:end])
+        if node is not None and node.is_value:
+            return f"; {pattern[:end]} has no tensors, and is one value"
+        if node is not None and {*node.children.values()} == {"state", "param_groups"}:
+            return f"; the state of {pattern[:end]} follows its parameters"
+    return ""
 
 
 def holds(node: SavedNode) -> bool:

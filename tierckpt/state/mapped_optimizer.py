@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -32,6 +32,19 @@ class Home:
     tensors: dict[object, str]
     whole_names: bool = False
 
+    @property
+    def label(self) -> str:
+        """What to call it in messages."""
+        if self.whole_names:
+            return "the whole checkpoint"
+        return dotted(parent_of(next(iter(self.tensors.values())))[0]) or "the top"
+
+
+def _best(homes: list[Home], score: Callable[[Home], int]) -> list[Home]:
+    """Those with the highest score, in order."""
+    scores = [score(home) for home in homes]
+    return [home for home, each in zip(homes, scores, strict=True) if each == max(scores)]
+
 
 def homes_of(optimizer: SavedNode, leaves: Iterable[SavedNode], nodes: Mapping[str, SavedNode]) -> list[Home]:
     """Places in the checkpoint that have all the parameters of which there is state, in order.
@@ -54,34 +67,90 @@ def homes_of(optimizer: SavedNode, leaves: Iterable[SavedNode], nodes: Mapping[s
 
 
 class MappedOptimizer:
-    """The state of an optimizer follows its parameters."""
+    """The state of an optimizer follows its parameters.
+
+    Which these are a checkpoint says by their names alone, and copies of a module (averages) have the same. The state
+    knows: what its optimizer trains has a place in it. Where there is no state, or that has not all of it, places
+    of which the rules make different names are a doubt, and nothing is guessed.
+    """
 
     def __init__(self, viewer: Viewer, node: SavedNode, leaves: list[SavedNode], homes: list[Home]) -> None:
         self.viewer, self.node, self.leaves = viewer, node, leaves
         self.view, self.saved = viewer.view, viewer.saved
         text = dotted(node.name)
-        claim = viewer.mapping.claim(text)
+        claim = viewer.direction.claim(text)
         rule = None if claim is None else viewer.mapping.rules[claim.rule]
         self.name = node.name
         if claim is not None and isinstance(rule, Rename):
             self.name = viewer.renamed(node.name, text, claim, rule.target)
             viewer.used.add(claim.rule)
         self.known = viewer.live.optimizers.get(self.name, set())
-        # An optimizer's parameters are what the rules are about, where several places have such names (copies for
-        # averages); and what the state's optimizer has.
-        self.home = max(homes, key=self._rank)
+        states = next(viewer.nodes[child] for child, key in node.children.items() if key == "state")
+        self._wanted = set(states.children.values())
+        self._named: dict[int, dict[object, list[object]]] = {}
+        self._everything = next((home for home in homes if home.whole_names), None)
+        self.home = self._choose(homes)
         self.after = self._after(self.home)
 
-    def _rank(self, home: Home) -> tuple[int, int]:
-        after = self._after(home)
-        return (
-            sum(name in self.known for new in after.values() for name in new),
-            sum(name in self.viewer.moved for name in home.tensors.values()),
+    def _choose(self, homes: list[Home]) -> Home:
+        """The place of its parameters; a doubt is told if there are several of which the rules make different names."""
+        trained = self.viewer.live.trained.get(self.name, set())
+        homes = _best(homes, lambda home: self._count(home, trained))
+        # Names with dots are those of an optimizer of several modules, which no module alone has.
+        homes = [home for home in homes if not home.whole_names] or homes
+        homes = _best(
+            homes,
+            lambda home: sum(
+                called in self.known for key, new in self._after(home).items() if self._asks(key) for called in new
+            ),
         )
+        # Of places that do not contradict each other, that of which the rules speak.
+        moved = self.viewer.moved
+        first = max(homes, key=lambda home: sum(name in moved for name in home.tensors.values()))
+        other = next((home for home in homes if self._contradict(first, home)), None)
+        if other is not None:
+            text = (
+                f"{dotted(self.node.name)}: the parameters of this optimizer may be those of {first.label} or of "
+                f"{other.label}, of which the mapping makes different names, and "
+            )
+            if not self.viewer.live.is_there:
+                self.view.doubts[self.name] = (
+                    f"mapping: {text}the checkpoint does not say which; map both alike, or leave the optimizer out with keys="
+                )
+            elif self.name in self.viewer.live.kinds:
+                self.viewer.problem(f"{text}nothing says which; put the module that it trains beside it into the state")
+        return first
+
+    def _asks(self, key: object) -> bool:
+        return not self._wanted or key in self._wanted
+
+    def _count(self, home: Home, trained: set[str]) -> int:
+        """How many parameters become what the state's optimizer trains."""
+        moved = self.viewer.moved
+        return sum(
+            any(new in trained for new in moved.get(name, (name,)))
+            for key, name in home.tensors.items()
+            if self._asks(key)
+        )
+
+    def _contradict(self, one: Home, other: Home) -> bool:
+        """Whether the rules make different names of the same parameter."""
+        first, second = self._after(one), self._after(other)
+        if any(first[key] != second[key] for key in first.keys() & second.keys()):
+            return True
+        if self._wanted:
+            return False
+        # Without state any module may be it.
+        changes = [{key: new for key, new in after.items() if new != [key]} for after in (first, second)]
+        return all(changes) and changes[0] != changes[1]
 
     def _after(self, home: Home) -> dict[object, list[object]]:
         """What the state's optimizer calls each parameter."""
+        known = self._named.get(id(home))
+        if known is not None:
+            return known
         found: dict[object, list[object]] = {}
+        self._named[id(home)] = found
         for key, name in home.tensors.items():
             found[key] = [self._called(new, home) for new in self.viewer.moved.get(name, [name])]
         return found
@@ -105,6 +174,13 @@ class MappedOptimizer:
             if new in view.parts:
                 made[called] = new, [origin[part.name] for part in view.parts[new] if part.name in origin]
         view.parameters[self.name] = {called: tuple(keys) for called, (_, keys) in made.items()}
+        if not self._wanted and not viewer.live.is_there and self._everything is not None:
+            # Nothing but its groups, which are not read yet, tells whether it has one module or several.
+            whole: dict[object, tuple[object, ...]] = {}
+            for key, called_after in self._after(self._everything).items():
+                for called in called_after:
+                    whole[called] = (*whole.get(called, ()), key)
+            view.parameters[self.name] = {**whole, **view.parameters[self.name]}
 
         prefix, states = below(self.node.name), below(self.node.name) + "state/"
         by_parameter: dict[object, dict[str, SavedNode]] = {}

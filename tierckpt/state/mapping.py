@@ -87,7 +87,15 @@ class Mapping:
     """How names of a checkpoint become names of a state. Names that no rule speaks of are the same in both.
 
     The state of optimizers follows its parameters, and so do the lists of parameters in their groups. Tensors are
-    read straight to where they belong; nothing is put together in between.
+    read straight to where they belong; nothing is put together in between. A container without tensors is one value:
+    it can be renamed, but not its keys, and no tensor can be put into it. What else the names of a checkpoint leave open
+    (which of two modules of the same names an optimizer trains) is refused where there is no state that tells.
+
+    A mapping is good for checkpoints of before and after it, so that a script which restores through it can be started
+    again. Rules whose new names are in the checkpoint, and whose old names are not, have been applied: they do nothing.
+    Where names are possible on both sides, those that the state has tell. Rules that exchange names (``a`` becomes ``b``,
+    ``b`` becomes ``a``) leave no trace: a load through them is refused, unless ``step=`` names the checkpoint that they are
+    to be applied to. A rule of whose names the checkpoint has none, old or new, is an error (not with ``strict=False``).
 
     Raises ``StateError`` listing all that is wrong: patterns of one rule with different numbers of stars, names that
     two rules claim on the same side, fewer than two tensors to fuse, sizes that do not fit. So the mapping is one to

@@ -23,11 +23,16 @@ from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranc
 from tierckpt.state.marks import LiveTensor, PerRank, Pieces, original
 from tierckpt.state.naming import below, readable
 from tierckpt.state.nodes import ABSENT, MAPPINGS, SEQUENCES, SavedNode, array_of, container_of
+from tierckpt.state.position import DataPosition
+from tierckpt.state.rng import Generators
 from tierckpt.state.tensors import PLAIN, obstacle, type_name
 
 Decoded: TypeAlias = Mapping[str, Any]
 Plan: TypeAlias = Callable[[Decoded], Any]
 Allocate: TypeAlias = Callable[[str, torch.dtype, tuple[int, ...]], LiveTensor]
+
+#: Classes whose objects say before a load whether they take what was saved.
+_OURS = (DataPosition, Generators)
 
 _WORDS = {
     "tensor": "a tensor",
@@ -63,6 +68,8 @@ class Matcher:
         self.seen: set[str] = set()  # saved leaves that the state has
         self.checks: list[Callable[[Decoded], list[str]]] = []  # what only the values can tell
         self.parameters: Mapping[str, Mapping[Any, tuple[Any, ...]]] = {}  # of optimizers: names in the checkpoint
+        self.ties: Mapping[str, str] = {}  # saved tensors that are one with another -> that one
+        self._made: dict[str, torch.Tensor] = {}  # new tensors, by the one that was saved
 
     def wanted(self, name: str) -> bool:
         """Whether ``keys`` includes this leaf."""
@@ -294,6 +301,8 @@ class Matcher:
         plan = self.grow(node.name, inner, self.allocate_cpu)
         if not any(self.wanted(name) for name in self.leaves_below(self.nodes[node.name])):
             return None
+        if type(node.live) in _OURS:
+            self.checks.append(lambda got: misfits(node.live, plan(got), node.name))
 
         def load(got: Decoded) -> Any:
             state = plan(got)
@@ -358,8 +367,16 @@ class Matcher:
             if fixed or same or isinstance(tensor, Pieces):
                 self._fit_tensor(name, tensor)
                 return lambda got: original(tensor)
-        fresh = self.tensors[name] = allocate(name, dtype, shape)
+        fresh = self.tensors[name] = self._tied(name, allocate(name, dtype, shape))
         return lambda got: original(fresh)
+
+    def _tied(self, name: str, fresh: LiveTensor) -> LiveTensor:
+        """``fresh``, or the same tensor as was made for another name of what was saved: tied tensors come back tied."""
+        if not self.ties or type(fresh) is not torch.Tensor:
+            return fresh
+        made = self._made.setdefault(self.ties.get(name, name), fresh)
+        alike = made.device == fresh.device and made.shape == fresh.shape and made.dtype == fresh.dtype
+        return made if alike and made.stride() == fresh.stride() else fresh
 
     def _grow_container(self, saved: SavedNode, node: Node | None, allocate: Allocate, fixed: bool) -> Plan:
         if saved.kind == "subclass":
@@ -415,13 +432,26 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield from leaves(child)
 
 
+def misfits(target: object, state: object, name: str) -> list[str]:
+    """Why the ``load_state_dict`` of an object of ours would not take this state.
+
+    No other object is asked, nor one of a class derived from ours: only its ``load_state_dict`` knows what it takes.
+    """
+    wrong = target.misfit(state) if isinstance(target, _OURS) and type(target) in _OURS else None
+    return [] if wrong is None else [f"{readable(name)}: {wrong}"]
+
+
 def call_load_state_dict(target: Any, state: Any, name: str) -> None:
-    """``target.load_state_dict(state)``; what it raises becomes a ``StateError`` that names the place."""
+    """``target.load_state_dict(state)``, after all tensors were filled.
+
+    What it raises becomes a ``StateError`` that names the place.
+    """
     try:
         target.load_state_dict(state)
     except Exception as error:
         raise StateError(
-            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: {type(error).__name__}: {error}"
+            f"{readable(name)}: load_state_dict of {type(target).__name__} failed: {type(error).__name__}: {error}; "
+            "what was to be filled is now undefined"
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tierckpt.errors import IntegrityError
+from tierckpt.errors import IntegrityError, LayoutError
 from tierckpt.format import names, values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays
@@ -24,7 +24,8 @@ class SavedNode:
     """A node of one or several trees that were laid over each other.
 
     ``children`` pairs each key with the child's name. ``is_value``: some tree has a value here, though others
-    may have a container. ``trees``: bit n is set if tree number n has the node.
+    may have something else. ``trees``: bit n is set if tree number n has the node. ``detail``: of a "per_rank"
+    node, the same of those trees in which it is one; of others, what the tree says beside the kind.
     """
 
     __slots__ = ("children", "detail", "is_value", "kind", "name", "trees")
@@ -38,16 +39,18 @@ class SavedNode:
         self.trees = 0
 
 
-def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
+def merge(trees: Sequence[JSON], left_out: dict[str, str] | None = None) -> dict[str, SavedNode]:
     """All nodes of ``trees`` by name, in order.
 
-    Containers are united; where kinds differ, the first tree decides.
-    Raises ``IntegrityError`` for what is not a tree.
+    Containers are united. Where kinds differ, a value gives way to anything else, and of the rest the first tree
+    decides; ``left_out`` gets the names of the leaves that this costs, with a few words on why. Raises
+    ``IntegrityError`` for what is not a tree.
     """
     nodes: dict[str, SavedNode] = {}
+    lost: dict[str, str] = {} if left_out is None else left_out
     try:
         for number, tree in enumerate(trees):
-            _merge(tree, names.ROOT, nodes, number)
+            _merge(tree, names.ROOT, nodes, number, lost)
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise IntegrityError(f"a tree of the layout is malformed: {error}") from None
     return nodes
@@ -56,7 +59,7 @@ def merge(trees: Sequence[JSON]) -> dict[str, SavedNode]:
 _DETAIL_LENGTHS = {"tensor": 1, "value": 1, "per_rank": 1, "array": 3, "namedtuple": 4, "subclass": 4}
 
 
-def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> None:
+def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int, left_out: dict[str, str]) -> None:
     kind = tree[0]
     if len(tree) != _DETAIL_LENGTHS.get(kind, 2) or not (
         kind in _DETAIL_LENGTHS or kind in MAPPINGS or kind in SEQUENCES
@@ -75,7 +78,14 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> No
             node.kind = kind
             node.detail = tree[1:]
         elif not (node.kind in MAPPINGS and kind in MAPPINGS) and not (node.kind in SEQUENCES and kind in SEQUENCES):
+            if {node.kind, kind} != {"tensor", "array"}:  # these are the same bytes
+                for lost in _leaves(tree, name):
+                    left_out.setdefault(
+                        lost, f"{readable(name)} is {_WORDS.get(node.kind, 'a container')} on other ranks"
+                    )
             return
+    if kind == "per_rank":
+        node.detail = (node.detail or 0) | 1 << number
     node.trees |= 1 << number
     prefix, component = below(name), names.component
     children = node.children
@@ -88,10 +98,25 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int) -> No
             leaf = nodes[path] = SavedNode("tensor", path, None)
             leaf.trees = 1 << number
         else:
-            _merge(child, path, nodes, number)
+            _merge(child, path, nodes, number, left_out)
 
 
 _TENSOR = ["tensor"]
+_WORDS = {
+    "tensor": "a tensor",
+    "array": "a numpy array",
+    "per_rank": "a PerRank value",
+    "subclass": "a tensor subclass",
+}
+
+
+def _leaves(tree: Any, name: str) -> Iterator[str]:
+    """Names of the leaves of a tree that stands under ``name``."""
+    pairs = list(_children(tree))
+    if not pairs:
+        yield name
+    for key, child in pairs:
+        yield from _leaves(child, below(name) + names.component(key))
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -128,10 +153,12 @@ def build(
 
     ``tensors`` are whole CPU tensors by name; aliases are the same object twice. ``values`` and ``per_rank``
     are encoded. A leaf that is in none of the mappings is left out: of dicts without trace, in lists and
-    tuples as None. Modules, optimizers and other objects come back as the dicts that they were saved as (an
-    optimizer's ``param_groups`` as a list, with names as ``params``), tensor
-    subclasses as the dict of their inner tensors, named tuples as tuples, defaultdicts as dicts. Raises
-    ``IntegrityError`` for malformed input.
+    tuples as None. Where some rank has a dict of tensors and another a value that is a dict, that adds what the
+    first lacks; where some rank has a PerRank value and another a value, that is for those without the first.
+    Modules, optimizers and other objects come back as the dicts that they were saved as (an optimizer's
+    ``param_groups`` as a list, with names as ``params``), tensor subclasses as the dict of their inner tensors,
+    named tuples as tuples, defaultdicts as dicts. Raises ``IntegrityError`` for malformed input,
+    ``LayoutError`` if the state is one leaf and that is left out.
     """
     return build_nodes(merge(trees), tensors, values, per_rank)
 
@@ -145,8 +172,13 @@ def build_nodes(
     """The same from merged trees."""
     if names.ROOT not in nodes:
         raise IntegrityError("the layout has no tree")
-    found = _build(nodes[names.ROOT], nodes, tensors, values, per_rank)
-    return None if found is ABSENT else found
+    root = nodes[names.ROOT]
+    found = _build(root, nodes, tensors, values, per_rank)
+    if found is not ABSENT:
+        return found
+    if not root.children:
+        raise LayoutError(f"the state is {_WORDS.get(root.kind, 'a value')}, and this rank has none")
+    return container_of(root, [(key, ABSENT) for key in root.children.values()])
 
 
 ABSENT: Any = object()
@@ -165,13 +197,15 @@ def _build(
         return tensors.get(name, ABSENT)
     if kind == "array":
         return array_of(tensors[name], node) if name in tensors else ABSENT
-    if kind == "value":
-        return values.decode(encoded[name], what=readable(name)) if name in encoded else ABSENT
-    if kind == "per_rank":
-        if name not in per_rank:
-            return ABSENT
+    if kind == "per_rank" and name in per_rank:
         return rebuild(values.decode(per_rank[name], what=readable(name)), what=readable(name))
+    value = values.decode(encoded[name], what=readable(name)) if name in encoded else ABSENT
+    if kind in ("value", "per_rank"):
+        return value
     items = [(key, _build(nodes[path], nodes, tensors, encoded, per_rank)) for path, key in node.children.items()]
+    if kind in MAPPINGS and isinstance(value, dict):
+        known = {key for key, item in items if item is not ABSENT}
+        items += [(key, item) for key, item in value.items() if key not in known]
     if items and all(item is ABSENT for _, item in items):
         return ABSENT
     return _as_optimizer(container_of(node, items))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from operator import index
 from typing import Any, TypeAlias, TypeVar
 
 import numpy
@@ -50,6 +51,10 @@ class DataPosition:
     the data set, begins at any sample at once, and stays the same in every version of torch and numpy, which
     ``torch.randperm`` does not promise.
 
+    An epoch in which fewer samples are left than a batch takes may come from a run with smaller batches. With
+    ``drop_last`` they are dropped: ``consume`` then gives nothing and goes to the next epoch, so that the loop above does
+    what it does at the end of an epoch once for each.
+
     Args:
         size: samples of the data set.
         seed: any integer; another seed is another order. A load replaces it by the saved one.
@@ -63,13 +68,14 @@ class DataPosition:
         consumed: samples of this epoch that were consumed, by all ranks together.
 
     Raises:
-        StateError: ``size`` is below 1.
+        StateError: ``size`` is below 1, or it or ``seed`` is no integer.
     """
 
     def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False) -> None:
+        size, seed = _integer(size, "DataPosition(size=)"), _integer(seed, "DataPosition(seed=)")
         if not 1 <= size <= _LONGEST:
             raise StateError(f"DataPosition(size={size!r}): a data set has at least one sample, at most 2**62")
-        self.size, self.seed, self.shuffle, self.drop_last = size, seed, shuffle, drop_last
+        self.size, self.seed, self.shuffle, self.drop_last = size, seed, bool(shuffle), bool(drop_last)
         self.epoch = self.step = self.consumed = 0
 
     def __repr__(self) -> str:
@@ -86,6 +92,8 @@ class DataPosition:
         Raises:
             StateError: these numbers are impossible.
         """
+        global_batch = _integer(global_batch, "batches(global_batch=)")
+        rank, world = _integer(rank, "batches(rank=)"), _integer(world, "batches(world=)")
         if global_batch < 1 or not 0 <= rank < world:
             raise StateError(
                 f"batches(global_batch={global_batch!r}, rank={rank!r}, world={world!r}): needs at least one sample and "
@@ -96,7 +104,14 @@ class DataPosition:
         return Batches(self, global_batch, rank, world)
 
     def advance(self, global_batch: int) -> None:
-        """Count the next global batch of this size as consumed. After the last one of an epoch the next epoch begins."""
+        """Count the next global batch of this size as consumed. After the last one of an epoch the next epoch begins.
+
+        Raises:
+            StateError: there is no batch of this size.
+        """
+        global_batch = _integer(global_batch, "advance(global_batch)")
+        if global_batch < 1 or (self.drop_last and global_batch > self.size):
+            raise StateError(f"advance({global_batch}): {self.size} samples have no such batch")
         self.epoch, self.consumed = self._next(global_batch, *self._start(global_batch, self.epoch, self.consumed))
         self.step += 1
 
@@ -106,6 +121,8 @@ class DataPosition:
         Raises:
             StateError: this is no range of the epoch.
         """
+        epoch = _integer(epoch, "indices(epoch)")
+        first, last = _integer(first, "indices(first)"), _integer(last, "indices(last)")
         if not 0 <= first <= last <= self.size:
             raise StateError(f"[{first}, {last}) is no range of the {self.size} samples of an epoch")
         if not self.shuffle:
@@ -129,20 +146,34 @@ class DataPosition:
         """Go where the state was saved.
 
         Raises:
-            StateError: it is of another data set or another order, in which the position means nothing.
+            StateError: :meth:`misfit` says why; nothing has changed.
         """
-        if sorted(state) != list(_KEYS):
-            raise StateError(f"DataPosition: expected the keys {', '.join(_KEYS)}, found {', '.join(map(str, state))}")
+        wrong = self.misfit(state)
+        if wrong is not None:
+            raise StateError(f"DataPosition: {wrong}")
+        self.epoch, self.step, self.consumed = index(state["epoch"]), index(state["step"]), index(state["consumed"])
+        self.seed = index(state["seed"])
+
+    def misfit(self, state: object) -> str | None:
+        """Why this is no state for `load_state_dict`, None if it is one: another data set or another order, in which the
+        position means nothing, or not what `state_dict` returns. A load asks before it touches anything.
+        """
+        if not isinstance(state, Mapping):
+            return f"expected a dict, found a {type(state).__name__}"
+        if set(state) != set(_KEYS):
+            return f"expected the keys {', '.join(_KEYS)}, found {', '.join(map(str, state))}"
+        for key in ("size", "epoch", "step", "consumed", "seed"):
+            if not _is_integer(state[key]) or (key != "seed" and state[key] < 0):
+                return f"{key} cannot be {state[key]!r}"
         for key, ours in (("size", self.size), ("shuffle", self.shuffle), ("order", _ORDER)):
             if state[key] != ours:
-                raise StateError(
-                    f"DataPosition: saved with {key} {state[key]!r}, here it is {ours!r}; samples would be repeated and "
-                    "skipped. Begin with a new DataPosition if that is meant"
+                return (
+                    f"saved with {key} {state[key]!r}, here it is {ours!r}; samples would be repeated and skipped. Begin "
+                    "with a new DataPosition if that is meant"
                 )
-        if not 0 <= state["consumed"] <= self.size:
-            raise StateError(f"DataPosition: {state['consumed']} of {self.size} samples cannot have been consumed")
-        self.epoch, self.step, self.consumed = state["epoch"], state["step"], state["consumed"]
-        self.seed = state["seed"]
+        if state["consumed"] > self.size:
+            return f"{state['consumed']} of {self.size} samples cannot have been consumed"
+        return None
 
     def _start(self, global_batch: int, epoch: int, consumed: int) -> tuple[int, int]:
         """Where the next batch of this size begins: in the next epoch, if what is left is dropped."""
@@ -159,7 +190,8 @@ class Batches:
 
     Iterating yields lists of indices and does not move the position, however far ahead a loader fetches: it is a
     ``batch_sampler`` for a ``DataLoader`` (for data sets that take a list of indices a ``sampler`` with
-    ``batch_size=None``). Each iteration begins where the position is then.
+    ``batch_size=None``). Each iteration begins where the position is then. Only where no batch is left of the epoch, as
+    when batches have grown, an iteration is empty and takes the position to the next epoch.
     """
 
     def __init__(self, position: DataPosition, global_batch: int, rank: int, world: int) -> None:
@@ -168,13 +200,19 @@ class Batches:
     def __len__(self) -> int:
         """Batches that are left in the epoch."""
         position, size = self._position, self._global_batch
-        _, consumed = position._start(size, position.epoch, position.consumed)
-        left = position.size - consumed
+        left = position.size - position.consumed
         return left // size if position.drop_last else -(-left // size)
 
     def __iter__(self) -> Ahead:
+        ended = self._goes_on()
+        return Ahead(self, self._position.epoch, self._position.consumed, ended)
+
+    def _goes_on(self) -> bool:
+        """Whether no such batch is left of the epoch. Then the position goes to the next one."""
         position = self._position
-        return Ahead(self, *position._start(self._global_batch, position.epoch, position.consumed))
+        here = position.epoch, position.consumed
+        position.epoch, position.consumed = position._start(self._global_batch, *here)
+        return (position.epoch, position.consumed) != here
 
     def consume(self, loader: Iterable[_Item] | None = None) -> Iterator[Any]:
         """What ``loader`` makes of these batches (None: the indices themselves), to the end of the epoch.
@@ -184,9 +222,12 @@ class Batches:
         Raises:
             StateError: the loader gives another number of batches than there are, or somebody else moved the position.
         """
+        # What is left of an epoch and dropped ends that epoch, not one more.
+        if self._goes_on():
+            return
         position = self._position
         expected = len(self)
-        here = position._start(self._global_batch, position.epoch, position.consumed)
+        here = position.epoch, position.consumed
         given = 0
         for item in self if loader is None else loader:
             given += 1
@@ -194,10 +235,10 @@ class Batches:
                 raise StateError(
                     f"the loader gives more than the {expected} batches left: give it these as batch_sampler="
                 )
-            if here != position._start(self._global_batch, position.epoch, position.consumed):
+            if here != (position.epoch, position.consumed):
                 raise StateError("the data position was moved while its batches were consumed: begin a new iteration")
             position.advance(self._global_batch)
-            here = position._start(self._global_batch, position.epoch, position.consumed)
+            here = position.epoch, position.consumed
             yield item
         if given < expected:
             raise StateError(f"the loader gave {given} batches, {expected} were left: give it these as batch_sampler=")
@@ -212,9 +253,9 @@ class Batches:
 class Ahead:
     """An iteration over :class:`Batches`. Loaders that save their sampler (torchdata's) save and restore where it is."""
 
-    def __init__(self, batches: Batches, epoch: int, consumed: int) -> None:
+    def __init__(self, batches: Batches, epoch: int, consumed: int, ended: bool) -> None:
         self._batches, self._epoch, self._consumed = batches, epoch, consumed
-        self._ended = False
+        self._ended = ended
 
     def __iter__(self) -> Ahead:
         return self
@@ -233,6 +274,22 @@ class Ahead:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._consumed, self._ended = state["epoch"], state["consumed"], state["ended"]
+
+
+def _is_integer(value: object) -> bool:
+    """Whether this is an integer, also one of numpy or torch, and no boolean."""
+    try:
+        index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def _integer(value: object, what: str) -> int:
+    """``value`` as an ``int``: those of numpy count otherwise, and overflow."""
+    if not _is_integer(value):
+        raise StateError(f"{what} must be an integer, not {value!r}")
+    return index(value)  # type: ignore[arg-type]
 
 
 def _permuted(first: int, last: int, size: int, key: str) -> _Indices:

@@ -35,6 +35,21 @@ class Generators:
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 
+    def misfit(self, state: object) -> str | None:
+        """Why this is no state for `load_state_dict`, None if it is one. A load asks before it touches anything."""
+        if not isinstance(state, dict):
+            return f"expected the state of generators, found a {type(state).__name__}"
+        try:
+            random.Random().setstate(state["python"])
+            torch.Generator().set_state(state["torch"])
+            if "numpy" in state:
+                import numpy
+
+                numpy.random.RandomState().set_state(state["numpy"])
+        except Exception as error:
+            return f"not the state of generators: {type(error).__name__}: {error}"
+        return None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])

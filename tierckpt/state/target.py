@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tierckpt.errors import IntegrityError, LayoutError
@@ -13,7 +13,7 @@ from tierckpt.state import live, mapped
 from tierckpt.state.live import Leaf
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor, rebuild
-from tierckpt.state.matching import Matcher, replace_root
+from tierckpt.state.matching import Matcher, call_load_state_dict, misfits, replace_root
 from tierckpt.state.naming import readable
 from tierckpt.state.nodes import SavedNode
 from tierckpt.state.rng import Generators
@@ -25,11 +25,12 @@ class Saved:
     """What a checkpoint's layout says.
 
     ``tensors``: dtype (as in torch, "bfloat16") and global shape by name, aliases included. ``nodes``: its trees, merged,
-    that of the loading rank first if it has one.
+    that of the loading rank first if it has one. ``ties``: by the name of each alias, the tensor whose bytes it shares.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     nodes: Mapping[str, SavedNode]
+    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 class Target:
@@ -43,7 +44,8 @@ class Target:
         does not have yet.
     ``values``, ``per_rank``
         names of the encoded values that are needed. Those of ``per_rank`` may be left out of what `check`
-        gets, as in a world of another size: then they stay as they are, and are listed in ``untouched``.
+        gets, as in a world of another size: then they stay as they are, and are listed in ``untouched``, as are
+        those that only other ranks had.
     ``problems``
         everything that does not fit, one line each: missing keys, wrong shapes, wrong dtypes, kinds that
         differ, optimizer groups that do not match.
@@ -55,7 +57,8 @@ class Target:
 
     ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
     keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
-    converts. With a ``mapping`` all names here are the state's; ``view`` says what they are in the checkpoint.
+    converts. With a ``mapping`` all names here are the state's; ``view`` says what they are in the checkpoint. ``named``:
+    the caller has named the checkpoint, see `tierckpt.state.mapped.view`.
     Raises ``StateError`` for a state that could not be saved either.
     """
 
@@ -68,15 +71,17 @@ class Target:
         strict: bool = True,
         cast: bool = False,
         mapping: NameMapping | None = None,
+        named: bool = True,
     ) -> None:
         self._state = state
         self._root = live.walk(state, meta=True)
         _check_saved(saved)
-        self.view = view = mapped.view(mapping, saved.nodes, saved.tensors, self._root)
+        self.view = view = mapped.view(mapping, saved.nodes, saved.tensors, self._root, strict=strict, named=named)
         nodes = view.nodes
         self._matcher = matcher = Matcher(nodes, view.tensors, keys=keys, strict=strict, cast=cast)
         matcher.problems += view.problems
         matcher.parameters = view.parameters
+        matcher.ties = view.ties(saved.ties)
         self._plan = matcher.match(self._root)
         if self._plan is not None and isinstance(state, tuple):
             matcher.problem(self._root.name, "the state is a tuple, whose values cannot be replaced; use a list")
@@ -99,7 +104,9 @@ class Target:
 
     @property
     def per_rank(self) -> list[str]:
-        return list(self._matcher.marks)
+        # Where other ranks had a PerRank value, but the one of the first tree, that of this rank, had not.
+        nodes = self.view.nodes
+        return [name for name in self._matcher.marks if nodes[name].detail & 1]
 
     @property
     def problems(self) -> list[str]:
@@ -128,7 +135,8 @@ class Target:
                 continue
             template: Any = None if mark.stateful else (mark.value, [])
             captured = codec.decode(per_rank[name], what=readable(name), template=template)
-            self._marked[name] = rebuild(captured, what=readable(name))
+            marked = self._marked[name] = rebuild(captured, what=readable(name))
+            matcher.problems += misfits(mark.value, marked, name)
         for check in matcher.checks:
             matcher.problems += check(decoded)
         self._decoded = decoded
@@ -140,7 +148,7 @@ class Target:
         Containers are changed in place; immutable ones are replaced in their parent. Objects that were saved
         through ``state_dict()`` get their ``load_state_dict()`` in the order of the tree, then per-rank
         leaves are set, the generators of `rng_state` last. Raises ``LayoutError`` if there are ``problems``,
-        ``StateError`` for what an object's ``load_state_dict()`` raises.
+        ``StateError`` for what an object's ``load_state_dict()`` raises; the state is then undefined.
         """
         if self.check(values, per_rank):
             raise LayoutError("\n".join(self.problems))
@@ -153,7 +161,11 @@ class Target:
                 )
         marks = self._matcher.marks
         for name in sorted(self._marked, key=lambda name: isinstance(marks[name].value, Generators)):
-            marks[name].restore(self._marked[name])
+            mark = marks[name]
+            if mark.stateful:
+                call_load_state_dict(mark.value, self._marked[name], name)
+            else:
+                mark.restore(self._marked[name])
 
 
 def _check_saved(saved: Saved) -> None:

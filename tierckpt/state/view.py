@@ -36,6 +36,7 @@ class View:
         origins: the names that values have in the checkpoint. Several must agree.
         agreeing: single elements made of several (the step counts of fused parameters), which must agree.
         parameters: for each optimizer, what its parameters are called in the checkpoint.
+        doubts: why it is not known what the parameters of an optimizer are called.
         absent: parts of split tensors that cannot be placed, since this rank has nothing of them; and what has them.
         problems: a line for each thing that does not fit.
     """
@@ -47,6 +48,7 @@ class View:
     agreeing: dict[str, list[str]] = field(default_factory=dict)
     parameters: dict[str, dict[object, tuple[object, ...]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    doubts: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def is_whole(self, name: str) -> bool:
@@ -61,6 +63,29 @@ class View:
         if name in self.parts:
             return list(dict.fromkeys(part.name for part in self.parts[name]))
         return [self.absent[name]] if name in self.absent else self.origins.get(name, [name])
+
+    def doubts_of(self, wanted: Iterable[str]) -> list[str]:
+        """A line for each optimizer of which one of the leaves ``wanted`` is, and whose parameters are in doubt."""
+        return (
+            [text for name, text in self.doubts.items() if any(leaf.startswith(below(name)) for leaf in wanted)]
+            if self.doubts
+            else []
+        )
+
+    def ties(self, saved: Mapping[str, str]) -> Mapping[str, str]:
+        """``saved``, aliases and the tensors whose bytes they share, under the names of the state."""
+        if not saved or not self.parts:
+            return saved
+        owners = {*saved.values()}
+        first: dict[str, str] = {}
+        found = {}
+        for name in self.tensors:
+            origin = self.names_of(name)[0]
+            if (origin in saved or origin in owners) and self.is_whole(name):
+                owner = saved.get(origin, origin)
+                if first.setdefault(owner, name) != name:
+                    found[name] = first[owner]
+        return found
 
     def value(self, name: str, encoded: JSON) -> JSON:
         """The value ``name`` of the checkpoint; what a group of an optimizer calls its parameters is what the state does."""

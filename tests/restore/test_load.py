@@ -1,0 +1,96 @@
+"""What ranks read whose states were not alike: all the same, never less than there is without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.harness import run_ranks
+from tierckpt import LayoutError, Mapping, PerRank, Rename
+
+T = torch.ones(2)
+
+
+def _read(rank: int, root: str, states: list[Any], **arguments: Any) -> Any:
+    """What ranks read of what they saved, and which of them got an error."""
+    tierckpt.save(states[rank], root, step=1)
+    try:
+        return tierckpt.read(root, **arguments)
+    except LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([{"x": PerRank("own")}, {"x": 1}], [{"x": "own"}, {"x": 1}]),
+        ([{"x": 1}, {"x": PerRank("own")}], [{"x": 1}, {"x": "own"}]),
+        ([{"x": PerRank("own"), "n": 1}, {"n": 1}], [{"x": "own", "n": 1}, {"n": 1}]),
+        ([{"x": PerRank("own")}, {}], [{"x": "own"}, {}]),
+        ([{"x": PerRank(0)}, {"x": PerRank(1), "y": 2}], [{"x": 0, "y": 2}, {"x": 1, "y": 2}]),
+        ([{"n": 1, "y": PerRank(2)}, {"n": 2, "x": PerRank(3)}], [{"n": 1, "y": 2}, {"n": 1, "x": 3}]),
+    ],
+)
+@pytest.mark.parametrize("with_tensor", [False, True])
+def test_each_rank_reads_its_own_and_the_lowest_ranks_values(
+    tmp_path: Path, states: list[Any], expected: list[Any], with_tensor: bool
+) -> None:
+    if with_tensor:
+        states = [{**state, "t": T} for state in states]
+    found = run_ranks(_read, 2, str(tmp_path / "s"), states)
+    for state in found:
+        assert ("t" in state) == with_tensor
+        state.pop("t", None)
+    assert found == expected
+    alone = tierckpt.read(tmp_path / "s")
+    alone.pop("t", None)
+    assert alone == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("states", "name"),
+    [
+        ([{"x": PerRank("own"), "t": T}, {"x": T, "t": T}], "x: x is a PerRank value on other ranks"),
+        ([{"x": {"a": T}, "t": T}, {"x": T, "t": T}], "x: x is a container on other ranks"),
+        ([{"x": T, "t": T}, {"x": {"a": T, "b": 1}, "t": T}], "x.a: x is a tensor on other ranks"),
+    ],
+)
+def test_what_does_not_fit_into_one_state_is_named_on_all_ranks(tmp_path: Path, states: list[Any], name: str) -> None:
+    for said in run_ranks(_read, 2, str(tmp_path / "s"), states):
+        assert f"\n  {name}" in said
+        assert "keys=" in said
+    with pytest.raises(LayoutError, match="cannot be read as one state"):
+        tierckpt.read(tmp_path / "s")
+    found = tierckpt.read(tmp_path / "s", keys=["t"])
+    assert found.keys() == {"t"}
+
+
+def _arguments_of_their_own(rank: int, root: str) -> list[Any]:
+    tierckpt.save({"a": T, "b": 1, "c": T}, root, step=1)
+    mapping = Mapping([Rename("a", "x")]) if rank else None
+    found = tierckpt.read(root, keys=["x", "b"] if rank else None, mapping=mapping)
+    with pytest.raises(LayoutError, match=r"rank 1: .*nothing in .* matches"):
+        tierckpt.read(root, keys=["nothing"] if rank else None)
+    return sorted(found)
+
+
+def test_keys_and_mapping_are_a_ranks_own(tmp_path: Path) -> None:
+    assert run_ranks(_arguments_of_their_own, 2, str(tmp_path / "s")) == [["a", "b", "c"], ["b", "x"]]
+
+
+def _templates(rank: int, root: str) -> list[Any]:
+    """Rank 1 had nothing of the kind, rank 2 a value; now all have a template for it."""
+    saved: list[dict[str, Any]] = [{"x": PerRank("own")}, {}, {"x": 5}]
+    tierckpt.save({**saved[rank], "t": T}, root, step=1)
+    state: dict[str, Any] = {"x": PerRank("new"), "t": torch.zeros(2)}
+    info = tierckpt.load(state, root)
+    return [state["x"].value, state["t"].tolist(), list(info.untouched)]
+
+
+def test_a_template_for_what_only_other_ranks_saved_stays_as_it_is(tmp_path: Path) -> None:
+    found = run_ranks(_templates, 3, str(tmp_path / "s"))
+    assert found == [["own", [1, 1], []], ["new", [1, 1], ["x"]], ["new", [1, 1], ["x"]]]
