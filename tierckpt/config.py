@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,19 @@ PROBE_SECONDS = 3.0
 MAX_RESTARTS = 3
 #: Free bytes to leave on a file system beyond what a save needs.
 FREE_MARGIN = 1 << 20
+#: Slots that the agent keeps for each rank: draining, newest complete, filling.
+AGENT_SLOTS = 3
+#: Part of the machine's memory that all slots of an agent may take.
+AGENT_BUDGET = 0.5
+#: Seconds without a trainer after which the agent gives up what it holds and ends.
+AGENT_IDLE = 600.0
+#: Seconds for which an agent whose trainers are gone looks for the receipts of other nodes.
+DRAIN_DEADLINE = 120.0
+#: Seconds within which an agent must have started and answered.
+AGENT_START = 30.0
+#: Connections of one agent, and bytes of its log.
+AGENT_CONNECTIONS = 1024
+AGENT_LOG_BYTES = 64 << 10
 
 
 def timeout(given: float | None = None) -> float:
@@ -50,6 +64,28 @@ def config_dir() -> Path:
     """The user's folder for keys and pins: ``$XDG_CONFIG_HOME/tierckpt`` or ``~/.config/tierckpt``."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path(os.path.expanduser("~")) / ".config") / "tierckpt"
+
+
+def node() -> str:
+    """What tells this machine from others: ``TIERCKPT_NODE``, else its name and the identity of its kernel."""
+    given = os.environ.get("TIERCKPT_NODE")
+    if given:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def memory() -> int:
+    """Bytes of memory that this machine, or this process's control group, may use."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return found
+    return min(found, int(limit)) if limit.isdecimal() else found
 
 
 @dataclass(frozen=True)

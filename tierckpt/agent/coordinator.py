@@ -117,6 +117,34 @@ class Coordinator:
             return None
         return chain.begin(store=self.store.info.digest, origin=choose(chain))
 
+    def resume(self, generation: int, *, since: int | None = None, keys: frozenset[str] = frozenset()) -> None:
+        """Go on with a generation that has begun, to commit what it has left. Where it can sign.
+
+        Args:
+            since: number of links that were believed before; None: all that there are, which the caller believes.
+            keys: that may sign.
+
+        Raises:
+            FencedError: a newer one has begun.
+        """
+        store = self._store = Store.open(self.place)
+        store.must_hold(self.run)
+        store.must_be_current(generation)
+        self.run, self.generation = store.run, generation
+        key = self._key = trust.signing_key(store.run, self._given_key)
+        if since is None:
+            since, keys = len(store.chain.links), frozenset(store.chain.keys)
+        self._believed = since, keys | {key.public}
+        self._told = len(store.chain.links)
+        # Other steps of this generation may be on their way; the next start cleans up.
+        self._littered = False
+
+    @property
+    def signing(self) -> tuple[str, int, list[str]]:
+        """The private key (hex), how many links are believed, and the keys that may sign: for rank 0's agent."""
+        assert self._key is not None
+        return self._key.secret(), self._believed[0], sorted(self._believed[1])
+
     def follow(self, told: bytes, nodes: Nodes) -> None:
         """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
         said = json.loads(told)

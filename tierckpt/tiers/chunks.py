@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tierckpt import _native
 from tierckpt.config import WRITE_ATTEMPTS, WRITE_BACKOFF
@@ -46,16 +46,25 @@ class Source(Protocol):
         the next page boundary that may be written out too."""
 
 
-def write_shard(place: Place, name: str, source: Source) -> bytes:
+#: The digest of chunk number ``index``, whose bytes are given: one that was taken before need not be taken again.
+TakeDigest: TypeAlias = Callable[[int, memoryview], bytes]
+
+
+def chunk_digest_of(index: int, data: memoryview) -> bytes:
+    """Takes the digest of a chunk, whichever it is."""
+    return chunk_digest(data)
+
+
+def write_shard(place: Place, name: str, source: Source, digest: TakeDigest = chunk_digest_of) -> bytes:
     """Write a shard durably; its chunk digests, one after the other. Passing errors are retried.
 
     Raises:
         StoreError: the place refused; what had been written is removed.
     """
-    return retried(lambda: _write_shard(place, name, source))
+    return retried(lambda: _write_shard(place, name, source, digest))
 
 
-def _write_shard(place: Place, name: str, source: Source) -> bytes:
+def _write_shard(place: Place, name: str, source: Source, digest: TakeDigest) -> bytes:
     writer = place.writer(name, source.size)
     try:
         digests: list[bytes] = [b""] * chunk_count(source.size)
@@ -63,7 +72,7 @@ def _write_shard(place: Place, name: str, source: Source) -> bytes:
         def work(index: int, scratch: _native.Buffer) -> None:
             lo, hi = chunk_range(index, source.size)
             data = source.chunk(lo, hi, scratch)
-            digests[index] = chunk_digest(data)
+            digests[index] = digest(index, data)
             _write_padded(writer, lo, data)
 
         workers().each(len(digests), work)
