@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 import threading
 import time
 import weakref
@@ -12,14 +13,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierckpt import config
+from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.coordinator import Coordinator
-from tierckpt.agent.drain import Drain, Shard, header_digest
+from tierckpt.agent.drain import Drain, Job, header_digest
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
-from tierckpt.config import Disk
+from tierckpt.agent.sealing import Sealing
+from tierckpt.agent.writing import OwnWriter, Shard
+from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
+    ArenaFullError,
     FencedError,
     LayoutError,
+    LostContactError,
+    SkippedError,
     StateError,
     StepExistsError,
     StoreError,
@@ -32,8 +39,9 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
-from tierckpt.snapshot.arena import Arena
-from tierckpt.snapshot.stager import LiveSource
+from tierckpt.snapshot.arena import Arena, Slot
+from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
+from tierckpt.snapshot.stager import LiveSource, SlotSource
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.telling import warn
@@ -51,13 +59,14 @@ class Checkpointer:
 
     Args:
         root: a folder, on a shared file system or on each node's own disk.
-        tiers: what lies below: ``[Disk(every=…, keep=…)]``.
+        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``, by default both; the disk alone with ``agent="off"``.
         run: the run's name; by default that of the store, or a new one.
         group: the process group whose ranks save together; by default all.
         key: the private key that signs, or its path (default: ``TIERCKPT_KEY``, else one made in the user's folder).
         trust: public keys (hex or paths) to trust instead of those pinned (default: ``TIERCKPT_TRUST``).
         expect_head: digest of a link that the chain must contain.
-        agent: ``"off"``: the drain runs in threads of this process. ``"auto"`` is the same for now.
+        agent: ``"auto"``: snapshots lie in the memory of the node's agent, a process that outlives this one and is started when
+            it is not there. ``"off"``: the same drain runs in threads of this process, and ends with it.
         on_error: what a failed save does besides showing on its handle: ``"report"`` warns at the next call,
             ``"raise"`` raises there.
         on_disagreement: what happens when ranks hold different replicas of the same: ``"report"`` warns and saves that
@@ -71,7 +80,7 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
-        tiers: Sequence[Disk] | None = None,
+        tiers: Sequence[Tier] | Tier | None = None,
         run: str | None = None,
         group: Any = None,
         key: Key | None = None,
@@ -88,7 +97,7 @@ class Checkpointer:
         _one_of("on_error", on_error, ("report", "raise"))
         _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
         self._on_disagreement = on_disagreement
-        self._disk = _only_disk(tiers)
+        self._ram, self._disk = _tiers(tiers, agent)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
         self._timeout = config.timeout(timeout)
         self._place = DiskPlace.at(root)
@@ -106,6 +115,10 @@ class Checkpointer:
         self._channels = self._group.clone()
         self._drain = Drain(self._channels, self._coordinator)
         self._arena = Arena(config.SLOTS)
+        # With an agent: its slots, and the thread that finds out which steps are complete in them.
+        self._remote: RemoteArena | None = None
+        self._sealing: Sealing | None = None
+        self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
         # Steps of this generation that were handed to the drain; one that failed may be saved again.
@@ -113,7 +126,7 @@ class Checkpointer:
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
-        self._last_due: tuple[int, float] | None = None
+        self._last_due: dict[str, tuple[int, float]] = {}
         self._closed = False
         _open.add(self)
         # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.
@@ -137,8 +150,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(failed=kind is not None)
 
     # Restore
 
@@ -192,7 +205,7 @@ class Checkpointer:
         ref = None if info is None else CheckpointRef(info.generation, info.step, info.id)
         self._begin(ref, chosen=True)
         if info is not None:
-            self._last_due = (info.step, time.monotonic())
+            self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
         return info
 
     # Save
@@ -234,10 +247,14 @@ class Checkpointer:
 
     def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool) -> Handle:
         self._surface()
-        handle = Handle(step, self._disk.name)
+        names = [tier.name for tier in self._all_tiers]
+        handle = Handle(step, names, names)
         try:
-            if not self._due(step, always=live or always):
-                return Handle(step, self._disk.name, due=False)
+            due = [tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always)]
+            if not due:
+                return Handle(step, names, ())
+            # What goes to the disk is in memory first.
+            handle = Handle(step, names, names if self._disk.name in due else due)
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
@@ -282,59 +299,89 @@ class Checkpointer:
         # The other ranks hand this step to their drains now: whatever happens here, so must we.
         shard: Shard | BaseException = StoreError(f"step {step}: the save was interrupted")
         try:
-            shard = self._stage(planned, note[0], live=live, handle=handle)
+            shard = self._stage(planned, note[0], live=live, handle=handle, pinned=pin)
         except Exception as error:
             shard = error
         finally:
             handle._set_staged()
-            self._drain.put(step, shard, handle, pinned=pin)
+            job = Job(step, pin, shard, handle, due=self._disk.name in handle.due)
+            (self._sealing or self._drain).put(job)
         if planned.disagreements:
             warn(_disagreement(step, planned.disagreements), stacklevel=6)
 
-    def _stage(self, planned: Planned, metadata: Any, *, live: bool, handle: Handle) -> Shard:
+    def _stage(self, planned: Planned, metadata: Any, *, live: bool, handle: Handle, pinned: bool) -> Shard:
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
-        plan = prepared.plan
-        source: Any = None
-        release = _nothing
-        header = plan.header
-        if header is not None:
-            assert prepared.table is not None
-            source = LiveSource(prepared.table, prepared.pointers, header.size, [*prepared.keep, planned.taken])
-            if not live:
-                slot = self._arena.acquire(header.size, self._timeout)
-                release = slot.release
-                try:
-                    source = source.stage(slot)
-                except BaseException:
-                    release()
-                    raise
-        handle.timings["copy"] = time.perf_counter() - began
-        return Shard(
-            source=source,
+        plan, header, step = prepared.plan, prepared.plan.header, handle.step
+        shard = Shard(
+            source=None,
+            size=header.size if header else 0,
             header_size=header.header_size if header else 0,
             header_digest=header_digest(header.data) if header else "",
             layout_hash=plan.layout_hash,
             layout=plan.layout_bytes,
             total=prepared.total,
             metadata=metadata,
-            release=release,
+            release=_nothing,
         )
+        source = None
+        if header is not None:
+            assert prepared.table is not None
+            source = LiveSource(prepared.table, prepared.pointers, header.size, [*prepared.keep, planned.taken])
+        if live:
+            shard.source = source
+        elif self._remote is None:
+            if source is not None:
+                slot = self._arena.acquire(source.size, self._timeout)
+                shard.source = _staged(source, slot)
+                shard.release = lambda durable: slot.release()
+        else:
+            self._seal(self._remote, source, shard, step, due=self._disk.name in handle.due, pinned=pinned)
+        handle.timings["copy"] = time.perf_counter() - began
+        return shard
 
-    def _due(self, step: int, *, always: bool) -> bool:
-        """Whether the disk is due. Decided by rank 0, since clocks differ."""
-        cadence, now = self._disk.cadence, time.monotonic()
+    def _seal(
+        self, remote: RemoteArena, source: LiveSource | None, shard: Shard, step: int, *, due: bool, pinned: bool
+    ) -> None:
+        """Copy into a slot of the agent, which has the shard from then on."""
+        assert self._ram is not None
+        slot = None
+        if source is not None:
+            skips = self._ram.on_full == "skip"
+            try:
+                slot = remote.acquire(source.size, 0.0 if skips else self._timeout)
+            except ArenaFullError as error:
+                if skips:
+                    raise SkippedError(f"step {step} was skipped: {error}") from error
+                raise
+            _staged(source, slot)
+        try:
+            remote.seal(step, slot, shard, due=due, pinned=pinned)
+        except BaseException:
+            if slot is not None:
+                slot.release()
+            raise
+        shard.release = lambda durable: remote.settled(step, durable)
+
+    @property
+    def _all_tiers(self) -> list[Tier]:
+        return [self._ram, self._disk] if self._ram is not None else [self._disk]
+
+    def _is_due(self, tier: Tier, step: int, *, always: bool) -> bool:
+        """Whether a tier is due. Decided by rank 0 where it depends on time, since clocks differ."""
+        cadence: Cadence = tier.cadence
+        now, last = time.monotonic(), self._last_due.get(tier.name)
         if always:
             return True
-        if self._last_due is None:
+        if last is None:
             due = True
         elif cadence.seconds is not None:
-            mine = cadence.due(step, self._last_due[0], now - self._last_due[1])
+            mine = cadence.due(step, last[0], now - last[1])
             due = self._group.broadcast(b"1" if mine else b"0") == b"1"
         else:
-            due = cadence.due(step, self._last_due[0], 0.0)
+            due = cadence.due(step, last[0], 0.0)
         if due:
-            self._last_due = (step, now)
+            self._last_due[tier.name] = (step, now)
         return due
 
     def fence(self) -> None:
@@ -368,6 +415,79 @@ class Checkpointer:
         what = f"the start of a generation at {self._place.url} (to read without writing: tierckpt.load)"
         told = self._group.vote(what, part)
         self._coordinator.follow(told[0], self._group)
+        if self._ram is not None:
+            self._join(self._ram)
+
+    # The agent
+
+    def _join(self, ram: Ram) -> None:
+        """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
+        before = self._remote
+        if self._sealing is not None:
+            self._sealing.close()
+            self._sealing = None
+        group, coordinator = self._group, self._coordinator
+        client = Client(coordinator.run, config.node(), start=True, timeout=self._timeout)
+
+        def part() -> bytes:
+            client.join(
+                Joining(
+                    generation=coordinator.generation,
+                    rank=group.rank,
+                    world=group.size,
+                    locals=[rank for rank, leader in enumerate(group.node_of) if leader == group.node_of[group.rank]],
+                    root=self._place.url,
+                    roots=len(coordinator.roots.leaders),
+                    slots=ram.slots,
+                    budget=ram.budget_bytes,
+                    idle=ram.idle,
+                    deadline=ram.drain_deadline,
+                    signing=coordinator.signing if group.rank == 0 else None,
+                )
+            )
+            return b""
+
+        try:
+            group.vote(f"joining the agent of run {coordinator.run}", part)
+        except (FencedError, LostContactError):
+            client.close()
+            raise
+        except TierckptError as error:
+            client.close()
+            self._leave_agent(failed=False)
+            warn(f"snapshots do not outlive this process, as with agent='off': {error}", stacklevel=4)
+            self._ram = None
+            self._drain.writer, self._drain.overtakes = OwnWriter(), False
+            return
+        self._remote = RemoteArena(client)
+        if before is not None:
+            before.close()  # its generation is fenced now, and what it holds stays until there is something newer
+        else:
+            self._sealing_channels = group.clone()
+        self._drain.writer = self._remote
+        self._sealing = Sealing(
+            self._sealing_channels,
+            self._drain,
+            slots=ram.slots,
+            complete=self._remote.complete,
+            overtakes=ram.on_full == "overtake",
+        )
+        weakref.finalize(self, self._sealing.stop).atexit = False
+
+    def _leave_agent(self, *, failed: bool) -> None:
+        """Take leave of the agent; after a failure without a word, so that it keeps what it has for the next start."""
+        if self._sealing is not None:
+            self._sealing.close()
+            self._sealing = None
+        if self._remote is not None:
+            remote, self._remote = self._remote, None
+            if failed:
+                remote.close()
+                return
+            try:
+                remote.bye()
+            except StoreError as error:
+                warn(str(error))
 
     # The end
 
@@ -377,17 +497,27 @@ class Checkpointer:
             handle._ended.wait()
 
     def close(self) -> None:
-        """Finish what is under way, report what failed, give everything back. Called twice it does nothing."""
+        """Finish what is under way, report what failed, give everything back. Called twice it does nothing.
+
+        The newest complete step that is only in memory goes to the disk; then the agent ends, if no other process needs it.
+        """
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
+        if self._sealing is not None:
+            self._sealing.close()
         self._drain.close()
+        self._leave_agent(failed=failed)
         self._arena.close()
         self._coordinator.close()
         self._channels.close()
+        self._sealing_channels.close()
         self._group.close()
         self._surface()
 
@@ -442,8 +572,10 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """Saves under way at the end of a script are finished, not lost."""
+    # After an error that nobody caught somebody is likely to start again soon.
+    failed = getattr(sys, "last_value", None) is not None
     for checkpointer in list(_open):
-        checkpointer.close()
+        checkpointer._close(failed=failed)
 
 
 #: Bytes that a checkpoint's metadata may take once encoded: they stand in its manifest, which everybody reads.
@@ -460,8 +592,17 @@ def _encoded(metadata: Any) -> JSON:
     return encoded
 
 
-def _nothing() -> None:
+def _nothing(durable: bool) -> None:
     pass
+
+
+def _staged(source: LiveSource, slot: Slot | RemoteSlot) -> SlotSource:
+    """Copy into the slot, or give it back."""
+    try:
+        return source.stage(slot)
+    except BaseException:
+        slot.release()
+        raise
 
 
 _FAILED_BEFORE = "an earlier save had failed"
@@ -491,11 +632,11 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
-def _only_disk(tiers: Sequence[Disk] | None) -> Disk:
-    if tiers is None:
-        return Disk()
-    if isinstance(tiers, Disk):
-        return tiers
-    if len(tiers) != 1 or not isinstance(tiers[0], Disk):
-        raise StateError(f"tiers={list(tiers)!r}: this version takes exactly one Disk(…)")
-    return tiers[0]
+def _tiers(tiers: Sequence[Tier] | Tier | None, agent: str) -> tuple[Ram | None, Disk]:
+    """The tiers, of each kind at most one; without an agent there is none of memory."""
+    given = [tiers] if isinstance(tiers, (Ram, Disk)) else list(tiers) if tiers is not None else [Ram(), Disk()]
+    rams = [tier for tier in given if isinstance(tier, Ram)]
+    disks = [tier for tier in given if isinstance(tier, Disk)]
+    if len(rams) > 1 or len(disks) != 1 or len(given) != len(rams) + 1:
+        raise StateError(f"tiers={given!r}: this version takes exactly one Disk(…), and at most one Ram(…)")
+    return (None if agent == "off" else rams[0] if rams else Ram()), disks[0]

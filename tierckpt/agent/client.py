@@ -85,7 +85,7 @@ class Client:
         self._joining = joining
         self.connect()
 
-    def request(self, op: str, descriptors: Sequence[int] = (), *, patience: float = 0.0, **fields: JSON) -> Message:
+    def request(self, op: str, descriptors: Sequence[int] = (), patience: float = 0.0, /, **fields: JSON) -> Message:
         """Ask; the reply, whose descriptors are the caller's.
 
         Args:

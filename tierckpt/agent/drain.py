@@ -10,20 +10,17 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
+from tierckpt.agent.writing import OwnWriter, Shard, Title, Writer
 from tierckpt.errors import FencedError, LostContactError, StoreError
-from tierckpt.format import paths
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
-from tierckpt.format.receipt import Receipt
 from tierckpt.telling import warn
-from tierckpt.tiers.chunks import Source, retried, write_shard
-from tierckpt.tiers.store import put
 
 
 class Ranks(Protocol):
@@ -36,35 +33,30 @@ class Ranks(Protocol):
 
 
 @dataclass
-class Shard:
-    """What one rank saves of one step.
+class Job:
+    """A step on its way down.
 
     Attributes:
-        source: its bytes; None when this rank writes nothing.
-        header_size: bytes of the safetensors header in front.
-        header_digest: of these.
-        layout_hash, layout: hex, and the layout file.
-        total: bytes that all ranks together are about to write, roughly.
-        metadata: the user's, as an encoded value; rank 0's counts.
-        release: called once when the source is no longer needed.
+        shard: this rank's part, or why it has none: the save then fails on all ranks.
+        due: whether the step is due on the disk.
+        offered: this rank has told the others that it is about to write it.
+        withheld: the ranks are just deciding whether a newer step takes its place.
+        overtaken: they have decided so.
     """
 
-    source: Source | None
-    header_size: int
-    header_digest: str
-    layout_hash: str
-    layout: bytes
-    total: int
-    metadata: Any
-    release: Callable[[], None]
-
-
-@dataclass
-class _Job:
     step: int
     pinned: bool
     shard: Shard | BaseException
     handle: Handle
+    due: bool = True
+    offered: bool = False
+    withheld: bool = False
+    overtaken: bool = False
+
+    def release(self, durable: bool) -> None:
+        """Nothing more is written of it."""
+        if isinstance(self.shard, Shard):
+            self.shard.release(durable)
 
 
 class Drain:
@@ -75,16 +67,24 @@ class Drain:
 
     def __init__(self, ranks: Ranks, coordinator: Coordinator) -> None:
         self._ranks, self._coordinator = ranks, coordinator
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        #: Who writes the shards. Changed only while nothing is queued.
+        self.writer: Writer = OwnWriter()
+        #: Whether a queued step may be overtaken.
+        self.overtakes = False
+        self.pending: list[Job] = []
+        self.turn = threading.Condition()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, step: int, shard: Shard | BaseException, handle: Handle, *, pinned: bool) -> None:
-        """Hand over a staged shard, or the reason why this rank has none: the save then fails on all ranks."""
+    def put(self, job: Job) -> None:
+        """Hand over a step."""
         if self._thread is None:
             # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends.
             self._thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
             self._thread.start()
-        self._queue.put(_Job(step, pinned, shard, handle))
+        with self.turn:
+            self.pending.append(job)
+        self._queue.put(job)
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""
@@ -100,17 +100,43 @@ class Drain:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                info = self._drain(job)
+                info = self._drain(job) if not self.overtakes or self._offer(job) else None
             except BaseException as error:
-                job.handle._finish(None, error)
+                self._end(job, None, error)
             else:
-                job.handle._finish(info)
-            finally:
-                if isinstance(job.shard, Shard):
-                    job.shard.release()
-                del job
+                if info is not None:
+                    self._end(job, info, None)
+            del job
 
-    def _drain(self, job: _Job) -> SaveInfo:
+    def _end(self, job: Job, info: SaveInfo | None, error: BaseException | None) -> None:
+        with self.turn:
+            self.pending = [other for other in self.pending if other is not job]
+        try:
+            job.release(info is not None)
+        finally:
+            job.handle._finish(info, error)
+
+    def _offer(self, job: Job) -> bool:
+        """Whether the step is still to be written; the ranks decide, since some may know later that it is overtaken."""
+        with self.turn:
+            self.turn.wait_for(lambda: not job.withheld)
+            job.offered = True
+            mine = b"" if not job.overtaken else b"overtaken"
+        return not any(self._ranks.vote(f"the turn of step {job.step}", lambda: mine, tag=job.step))
+
+    def overtake(self, job: Job, by: Job) -> None:
+        """A newer step takes its place: every rank decides the same, before any has begun to write it."""
+        with self.turn:
+            job.overtaken = True
+            self.pending = [other for other in self.pending if other is not job]
+        why = f"step {job.step} was overtaken by step {by.step} before its turn at tier 'disk' came"
+        try:
+            job.release(False)
+        finally:
+            job.handle._skip("disk", why)
+            job.handle._finish(None)
+
+    def _drain(self, job: Job) -> SaveInfo:
         what = f"the save of step {job.step}"
         began = time.perf_counter()
         try:
@@ -141,70 +167,54 @@ class Drain:
         )
 
     def _commit(self, what: str, manifest: Manifest, layout: bytes, *, pinned: bool) -> dict[str, Any]:
-        """Rank 0 publishes; with several roots the others first get the documents, then the links."""
-        coordinator, rank = self._coordinator, self._ranks.rank
-        others = coordinator.roots.leaders[1:]
-        if others:
-            self._ranks.vote(what, lambda: coordinator.keep_documents(manifest, layout) if rank in others else b"")
+        return publish(self._ranks, self._coordinator, what, manifest, layout, pinned=pinned)
 
-        def publish() -> bytes:
-            return coordinator.commit(manifest, layout, pinned=pinned) if rank == 0 else b""
-
-        told = self._ranks.vote(what, publish)[0]
-        if others:
-            self._ranks.vote(what, lambda: coordinator.adopt(told) if rank in others else b"")
-        found: dict[str, Any] = json.loads(told)
-        return found
-
-    def _write(self, job: _Job) -> bytes:
+    def _write(self, job: Job) -> bytes:
         """Make this rank's shard and then its receipt durable."""
         if isinstance(job.shard, BaseException):
             raise job.shard
-        shard, place = job.shard, self._coordinator.place
-        self._coordinator.room_for(shard.total, job.step, self._ranks.rank)
-        if shard.source is None:
-            return b""
-        generation, rank = self._coordinator.generation, self._ranks.rank
-        name = paths.shard(generation, job.step, rank)
-        chunks = write_shard(place, name, shard.source)
-        receipt = Receipt(
-            run=self._coordinator.run,
-            generation=generation,
-            step=job.step,
-            rank=rank,
-            world=self._ranks.size,
-            layout=shard.layout_hash,
-            size=shard.source.size,
-            header_size=shard.header_size,
-            header_digest=shard.header_digest,
-            chunks=chunks,
-            metadata=shard.metadata if rank == 0 else None,
-        )
-        data = receipt.encode()
+        coordinator, rank = self._coordinator, self._ranks.rank
+        coordinator.room_for(job.shard.total, job.step, rank)
+        title = Title(coordinator.run, coordinator.generation, job.step, rank, self._ranks.size)
+        return self.writer.write(coordinator.place, title, job.shard)
 
-        def told() -> bytes:
-            put(place, paths.receipt(generation, job.step, rank), data)
-            return b""
+    def _manifest(self, job: Job, entries: list[bytes]) -> Manifest:
+        title = Title(self._coordinator.run, self._coordinator.generation, job.step, 0, self._ranks.size)
+        return manifest_of(title, dict(enumerate(entries)))
 
-        retried(told)
-        return json.dumps([receipt.size, receipt.shard_digest, shard.layout_hash, receipt.metadata]).encode()
 
-    def _manifest(self, job: _Job, entries: list[bytes]) -> Manifest:
-        told = [(rank, *json.loads(entry)) for rank, entry in enumerate(entries) if entry]
-        if not told or told[0][0] != 0:
-            raise StoreError(f"step {job.step}: rank 0 wrote no shard")
-        layouts = {entry[3] for entry in told}
-        if len(layouts) != 1:
-            raise StoreError(f"step {job.step}: ranks wrote for different layouts")
-        return Manifest(
-            run=self._coordinator.run,
-            generation=self._coordinator.generation,
-            step=job.step,
-            world=self._ranks.size,
-            layout=layouts.pop(),
-            metadata=told[0][4],
-            shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
-        )
+def manifest_of(title: Title, entries: Mapping[int, bytes]) -> Manifest:
+    """The manifest of a step of which the ranks have said what they wrote."""
+    told = [(rank, *json.loads(entry)) for rank, entry in sorted(entries.items()) if entry]
+    if not told or told[0][0] != 0:
+        raise StoreError(f"step {title.step}: rank 0 wrote no shard")
+    layouts = {entry[3] for entry in told}
+    if len(layouts) != 1:
+        raise StoreError(f"step {title.step}: ranks wrote for different layouts")
+    return Manifest(
+        run=title.run,
+        generation=title.generation,
+        step=title.step,
+        world=title.world,
+        layout=layouts.pop(),
+        metadata=told[0][4],
+        shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
+    )
+
+
+def publish(
+    ranks: Ranks, coordinator: Coordinator, what: str, manifest: Manifest, layout: bytes, *, pinned: bool
+) -> dict[str, Any]:
+    """Rank 0 commits; with several roots the others first get the documents, then the links. Collective."""
+    rank = ranks.rank
+    others = coordinator.roots.leaders[1:]
+    if others:
+        ranks.vote(what, lambda: coordinator.keep_documents(manifest, layout) if rank in others else b"")
+    told = ranks.vote(what, lambda: coordinator.commit(manifest, layout, pinned=pinned) if rank == 0 else b"")[0]
+    if others:
+        ranks.vote(what, lambda: coordinator.adopt(told) if rank in others else b"")
+    found: dict[str, Any] = json.loads(told)
+    return found
 
 
 def header_digest(header: bytes) -> str:

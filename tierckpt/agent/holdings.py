@@ -133,6 +133,11 @@ class Holdings:
                 self.change.notify_all()
         return made
 
+    def numbers(self, generation: Generation, rank: int) -> list[int]:
+        """The slots that ``rank`` has."""
+        with self.change:
+            return [slot.number for slot in generation.by_rank.get(rank, ())]
+
     def _full(self, size: int) -> str:
         return (
             f"{capacity(size):,} bytes are needed, {self.memory.held:,} are held and the budget of the agent is "

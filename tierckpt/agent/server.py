@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import select
@@ -319,7 +320,9 @@ class Connection:
     def _slot(self, fields: Fields, message: Message) -> Reply:
         wait = fields.integer("wait") / 1000
         slot = self.server.holdings.slot(self._own, self.rank, fields.integer("size", low=1), wait)
-        return {"capacity": slot.capacity, "ok": True, "slot": slot.number}, [os.dup(slot.descriptor)]
+        live: list[JSON] = list(self.server.holdings.numbers(self._own, self.rank))
+        descriptor = fcntl.fcntl(slot.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+        return {"capacity": slot.capacity, "live": live, "ok": True, "slot": slot.number}, [descriptor]
 
     def _release(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.give_back(self._own, self.rank, fields.integer("slot"))

@@ -9,6 +9,7 @@ from tierckpt import _native
 from tierckpt.agent.slots import Slot
 from tierckpt.agent.writing import Title, entry, write
 from tierckpt.errors import FencedError
+from tierckpt.format import paths
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
 from tierckpt.format.receipt import Receipt
@@ -100,7 +101,8 @@ class Snapshot:
         if self.slot is None:
             return b""
         with self._write:
-            if self._entry is None:
+            # What was written may have been taken away again, when another rank's part failed.
+            if self._entry is None or place.size(self._name) != self.size:
                 receipt = write(
                     place,
                     self.title,
@@ -113,6 +115,10 @@ class Snapshot:
                 )
                 self._entry = entry(receipt)
             return self._entry
+
+    @property
+    def _name(self) -> str:
+        return paths.shard(self.title.generation, self.title.step, self.title.rank)
 
     def forget_memory(self) -> None:
         """Nothing is read of it any more."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tierckpt import _native
 from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.remote import RemoteSlot
 
 
 class LiveSource:
@@ -30,7 +31,7 @@ class LiveSource:
         self._table.gather(self._pointers, lo, hi, data)
         return data
 
-    def stage(self, slot: Slot) -> SlotSource:
+    def stage(self, slot: Slot | RemoteSlot) -> SlotSource:
         """Copy everything into ``slot``; from then on the live memory may change."""
         self._table.gather(self._pointers, 0, self.size, memoryview(slot.buffer)[: self.size], COPY_THREADS)
         return SlotSource(slot, self.size)
@@ -39,7 +40,7 @@ class LiveSource:
 class SlotSource:
     """A staged shard."""
 
-    def __init__(self, slot: Slot, size: int) -> None:
+    def __init__(self, slot: Slot | RemoteSlot, size: int) -> None:
         self.size = size
         self._data = memoryview(slot.buffer)
 
