@@ -39,6 +39,7 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
+from tierckpt.restore.settle import settle
 from tierckpt.snapshot.arena import Arena, Slot
 from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
 from tierckpt.snapshot.stager import LiveSource, SlotSource
@@ -96,7 +97,7 @@ class Checkpointer:
         _one_of("agent", agent, ("auto", "off"))
         _one_of("on_error", on_error, ("report", "raise"))
         _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
-        self._on_disagreement = on_disagreement
+        self._on_disagreement, self._given_key = on_disagreement, key
         self._ram, self._disk = _tiers(tiers, agent)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
         self._timeout = config.timeout(timeout)
@@ -203,10 +204,30 @@ class Checkpointer:
                 may_be_empty=step is None,
             )
         ref = None if info is None else CheckpointRef(info.generation, info.step, info.id)
-        self._begin(ref, chosen=True)
+        if ref is None or info is None or self._settled(ref, info):
+            self._begin(ref, chosen=True)
+        else:
+            self._begin(None, chosen=False)
         if info is not None:
             self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
         return info
+
+    def _settled(self, ref: CheckpointRef, info: LoadInfo) -> bool:
+        """Whether the chain can say that we go on from what was restored: what is only in memory is committed first."""
+        if "ram" not in info.sources:
+            return True
+        try:
+            settle(self._group, self._place, ref, run=info.run, key=self._given_key, grace=self._disk.grace)
+        except (FencedError, LostContactError, UntrustedError):
+            raise
+        except TierckptError as error:
+            warn(
+                f"step {ref.step} was restored from memory and could not be made durable; until the next save the newest "
+                f"durable checkpoint is an older one: {error}",
+                stacklevel=4,
+            )
+            return False
+        return True
 
     # Save
 

@@ -139,6 +139,21 @@ class Coordinator:
         # Other steps of this generation may be on their way; the next start cleans up.
         self._littered = False
 
+    def resume_all(self, generation: int, nodes: Nodes) -> None:
+        """:meth:`resume` on rank 0, and in every root. Collective."""
+        what = f"going on with generation {generation} at {self.place.url}"
+
+        def part() -> bytes:
+            if nodes.rank == 0:
+                self.resume(generation)
+            return b""
+
+        nodes.vote(what, part)
+        self.generation = generation
+        self.roots, self._store = spread_begin(nodes, self.place, self._store)
+        self._told = len(self._store.chain.links) if self._store is not None else 0
+        self._littered = False
+
     @property
     def signing(self) -> tuple[str, int, list[str]]:
         """The private key (hex), how many links are believed, and the keys that may sign: for rank 0's agent."""

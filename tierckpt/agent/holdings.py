@@ -68,6 +68,9 @@ class Holdings:
             for older in self.generations.values():
                 if older.number < generation.number and not older.fenced:
                     older.fenced = True
+                    for step in older.steps.values():
+                        for snapshot in step.snapshots.values():
+                            snapshot.due = False  # nobody is left to write it
                     self._reap(older)
             self.change.notify_all()
             return known
@@ -194,13 +197,13 @@ class Holdings:
         """Nothing more is to be written of this step."""
         with self.change:
             step = generation.steps.get(number)
-            if step is None or rank not in step.snapshots:
-                return  # it was given up for a newer one
-            step.snapshots[rank].due = False
-            step.durable = step.durable or durable
             if durable:
+                generation.durable = max(generation.durable, number)
                 self._forget_older(generation)
-            self._reap(generation)
+            if step is not None and rank in step.snapshots:
+                step.snapshots[rank].due = False
+                step.durable = step.durable or durable
+                self._reap(generation)
 
     def drop(self, generation: Generation, rank: int, number: int) -> None:
         """The save of this step has failed."""
@@ -384,9 +387,8 @@ class Holdings:
 
 def _status(generation: Generation) -> dict[str, JSON]:
     sealed = [number for number, step in generation.steps.items() if generation.whole(step)]
-    durable = [number for number, step in generation.steps.items() if step.durable]
     return {
-        "durable": max(durable, default=None),
+        "durable": generation.durable if generation.durable >= 0 else None,
         "fenced": generation.fenced,
         "generation": generation.number,
         "ranks": {

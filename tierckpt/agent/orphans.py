@@ -32,6 +32,7 @@ def settle(holdings: Holdings, generation: Generation, deadline: float) -> None:
                         live = generation.steps.get(number)
                         if live is not None:
                             live.durable = True
+                        generation.durable = max(generation.durable, number)
                     break
             finally:
                 for snapshot in step.snapshots.values():
@@ -55,8 +56,7 @@ def _to_write(holdings: Holdings, generation: Generation) -> list[tuple[int, Ste
     with holdings.change:
         whole = {n: step for n, step in generation.steps.items() if generation.whole(step)}
         newest = generation.newest_whole()
-        durable = max((n for n, step in generation.steps.items() if step.durable), default=-1)
-        numbers = sorted((n for n in whole if n > durable and (newest is None or n >= newest)), reverse=True)
+        numbers = sorted((n for n in whole if n > generation.durable and (newest is None or n >= newest)), reverse=True)
         found = []
         for number in numbers[:1] if alone else numbers:
             step = Step(dict(whole[number].snapshots), whole[number].complete)

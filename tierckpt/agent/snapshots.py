@@ -182,6 +182,8 @@ class Generation:
         slots: for each rank at most so many.
         by_rank: slots of each rank.
         making: slots that are just being made, by rank.
+        durable: the newest step that is committed, −1: none.
+        settled: its trainers are gone, and what they left has been seen to.
     """
 
     number: int
@@ -198,6 +200,7 @@ class Generation:
     by_rank: dict[int, list[Slot]] = field(default_factory=dict)
     making: dict[int, int] = field(default_factory=dict)
     signing: Signing | None = None
+    durable: int = -1
     settled: bool = False
 
     def must_be_current(self) -> None:

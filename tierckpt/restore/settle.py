@@ -1,0 +1,76 @@
+"""A snapshot that was restored from memory and is in no store yet: it is committed under its own name before the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from tierckpt.agent.coordinator import Coordinator
+from tierckpt.agent.drain import manifest_of, publish
+from tierckpt.agent.roots import level
+from tierckpt.agent.writing import Title
+from tierckpt.errors import IncompleteError, IntegrityError, StepExistsError, StoreError
+from tierckpt.format.chain import CheckpointRef
+from tierckpt.format.keys import SigningKey
+from tierckpt.group import Group
+from tierckpt.restore.held import memories
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.store import Store
+
+
+def settle(
+    group: Group,
+    place: Place,
+    ref: CheckpointRef,
+    *,
+    run: str,
+    key: str | os.PathLike[str] | SigningKey | None,
+    grace: float,
+) -> None:
+    """Make sure that ``ref`` is committed; the agents that hold it write it. Collective.
+
+    Raises:
+        StoreError: it could not be made durable.
+        FencedError: a newer generation has begun meanwhile.
+    """
+    what = f"committing step {ref.step}, which was restored from memory, at {place.url}"
+    if _is_committed(group, place, ref, what):
+        return
+    level(group, place)
+    with memories(group, place, run, timeout=group.timeout) as found:
+        held = found.held.get(ref)
+        if held is None:
+            raise IncompleteError(f"{what}: it is no longer held")
+
+        def carry() -> bytes:
+            if group.rank not in group.leaders or not held.ranks:
+                return b""
+            return json.dumps({rank: entry.decode() for rank, entry in found.carry(ref).items()}).encode()
+
+        entries: dict[int, bytes] = {}
+        for told in group.vote(what, carry):
+            entries.update((int(rank), entry.encode()) for rank, entry in json.loads(told or b"{}").items())
+        manifest = manifest_of(Title(run, ref.generation, ref.step, 0, held.manifest.world), entries)
+        if manifest.id != ref.id:
+            raise IntegrityError(f"{what}: what was written is not what was held")
+        layouts = group.vote(what, lambda: found.layout(manifest.layout) if group.rank == held.source else b"")
+        coordinator = Coordinator(place, run=run, key=key, grace=grace)
+        coordinator.resume_all(ref.generation, group)
+        try:
+            publish(group, coordinator, what, manifest, layouts[held.source], pinned=held.pinned)
+        except StepExistsError:
+            # The agent, which drains it too, was faster.
+            if not _is_committed(group, place, ref, what):
+                raise
+
+
+def _is_committed(group: Group, place: Place, ref: CheckpointRef, what: str) -> bool:
+    def look() -> bytes:
+        if group.rank:
+            return b""
+        found = Store.open(place).chain.committed.get((ref.generation, ref.step))
+        if found not in (None, ref.id):
+            raise StoreError(f"{what}: another checkpoint of this name is committed")
+        return b"yes" if found else b""
+
+    return group.vote(what, look)[0] == b"yes"
