@@ -65,7 +65,7 @@ class Holdings:
             member.connections += 1
             member.left = known.settled = False
             self.memory.budget = budget
-            for older in self.generations.values():
+            for older in list(self.generations.values()):
                 if older.number < generation.number and not older.fenced:
                     older.fenced = True
                     for step in older.steps.values():

@@ -210,7 +210,7 @@ class Connection:
             raise IntegrityError(f"the agent's socket: no request is called {str(op)[:40]!r}")
         keys, answer, needs = _OPERATIONS[op]
         fields = message.only("op", *keys)
-        if op != "hello" and not self.greeted:
+        if op not in ("hello", "status") and not self.greeted:
             raise IntegrityError("the agent's socket: the first request must be hello")
         if needs:
             if self.generation is None:

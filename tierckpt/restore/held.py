@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +58,8 @@ class Memories:
         generation, step = ref.generation, ref.step
         shards = {paths.shard(generation, step, rank): rank for rank in held.ranks}
         sizes = {name: _size(held.manifest, rank) for name, rank in shards.items()}
-        documents = {paths.receipt(generation, step, rank): partial(self._receipt, ref, rank) for rank in held.ranks}
+        documents: dict[str, Callable[[], bytes]] = {}
+        documents.update({paths.receipt(generation, step, r): partial(self._receipt, ref, r) for r in held.ranks})
         documents[paths.manifest(generation, step)] = held.manifest.encode
         documents[paths.layout(held.manifest.layout)] = partial(self.layout, held.manifest.layout)
         place = RamPlace(f"memory of {self.url}", sizes, documents, lambda name: self._memory(ref, shards[name]))
