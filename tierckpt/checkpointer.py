@@ -480,7 +480,7 @@ class Checkpointer:
             self._ram = None
             self._drain.writer, self._drain.overtakes = OwnWriter(), False
             return
-        self._remote = RemoteArena(client)
+        self._remote = RemoteArena(client, coordinator.fenced)
         if before is not None:
             before.close()  # its generation is fenced now, and what it holds stays until there is something newer
         else:

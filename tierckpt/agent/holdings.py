@@ -213,6 +213,17 @@ class Holdings:
                 self._release(generation, step, rank)
                 self._reap(generation)
 
+    def end(self, generation: Generation) -> None:
+        """What the trainers of ``generation`` have left was seen to: its newest complete step stays, for the next start."""
+        with self.change:
+            generation.settled = True
+            self.seen = time.monotonic()
+            if not generation.alive:
+                for step in generation.steps.values():
+                    for snapshot in step.snapshots.values():
+                        snapshot.due = False
+            self._reap(generation)
+
     def _forget_older(self, generation: Generation) -> None:
         """A newer generation has something durable: what older ones hold has served."""
         for older in [one for one in self.generations.values() if one.number < generation.number]:
@@ -224,7 +235,7 @@ class Holdings:
 
     def _reap(self, generation: Generation, *, spare: bool = True) -> None:
         """Give up what a newer complete step has replaced and nobody needs any more."""
-        newest = generation.newest_whole() if spare else None
+        newest = generation.newest_complete() if spare else None
         for number, step in list(generation.steps.items()):
             if spare and (newest is None or number >= newest):
                 continue

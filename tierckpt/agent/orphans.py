@@ -40,10 +40,7 @@ def settle(holdings: Holdings, generation: Generation, deadline: float) -> None:
     except Exception as error:
         holdings.note(f"what the trainers of generation {generation.number} left could not be drained: {error}")
     finally:
-        with holdings.change:
-            generation.settled = True
-            holdings.seen = time.monotonic()
-            holdings.change.notify_all()
+        holdings.end(generation)
 
 
 def _to_write(holdings: Holdings, generation: Generation) -> list[tuple[int, Step]]:
@@ -55,7 +52,7 @@ def _to_write(holdings: Holdings, generation: Generation) -> list[tuple[int, Ste
     alone = len(generation.locals) == generation.world
     with holdings.change:
         whole = {n: step for n, step in generation.steps.items() if generation.whole(step)}
-        newest = generation.newest_whole()
+        newest = generation.newest_complete()
         numbers = sorted((n for n in whole if n > generation.durable and (newest is None or n >= newest)), reverse=True)
         found = []
         for number in numbers[:1] if alone else numbers:

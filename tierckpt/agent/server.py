@@ -101,6 +101,9 @@ class Server:
         with self.holdings.change:
             if self._settling or self.holdings.undone:
                 return None
+            # Who says good-bye is answered first.
+            if any(connection.bye for connection in list(self._connections)):
+                return None
             if self._stop:
                 return 0.0
             left = float("inf") if self.stays else self.holdings.needed(self._idle)

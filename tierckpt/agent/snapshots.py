@@ -220,8 +220,11 @@ class Generation:
         """Whether all ranks of this node have sealed it."""
         return self.locals <= step.snapshots.keys()
 
-    def newest_whole(self) -> int | None:
-        """The step that must not be lost: the newest complete one, where that is known, else the newest sealed by all here."""
-        alone = len(self.locals) == self.world
-        found = [number for number, step in self.steps.items() if step.complete or (alone and self.whole(step))]
+    def newest_complete(self) -> int | None:
+        """The step that must not be lost: the newest of which it is known that all ranks have sealed it.
+
+        The ranks tell, while they live. After that, where all of them were here, it can be seen.
+        """
+        seen = len(self.locals) == self.world and (self.fenced or not self.alive)
+        found = [number for number, step in self.steps.items() if step.complete or (seen and self.whole(step))]
         return max(found, default=None)

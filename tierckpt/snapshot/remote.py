@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Callable
 
 from tierckpt.agent.client import AgentLostError, Client
 from tierckpt.agent.protocol import document
 from tierckpt.agent.slots import map_slot
 from tierckpt.agent.writing import Shard, Title
-from tierckpt.errors import StoreError, TierckptError
+from tierckpt.errors import FencedError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.tiers.base import Place
 
@@ -36,10 +37,12 @@ class RemoteArena:
 
     Args:
         client: joined.
+        fenced: why this process can commit nothing any more, empty if it can: asked when another agent than before answers,
+            which knows of no newer generation.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, fenced: Callable[[], str]) -> None:
+        self._client, self._fenced = client, fenced
         self._epoch = -1
         self._mapped: dict[int, mmap.mmap] = {}
         #: Layouts that the agent has.
@@ -79,6 +82,9 @@ class RemoteArena:
 
     def _must_know_agent(self) -> None:
         if self._client.epoch != self._epoch:
+            fenced = self._fenced() if self._epoch >= 0 else ""
+            if fenced:
+                raise FencedError(fenced)
             self._epoch = self._client.epoch
             self._mapped.clear()
             self._layouts.clear()
