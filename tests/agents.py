@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -22,8 +23,9 @@ def statuses() -> list[dict[str, Any]]:
             continue
         with sock:
             channel = Channel(sock)
-            channel.send({"op": "status"})
-            found.append(channel.receive().fields["status"])
+            with contextlib.suppress(EOFError, OSError):  # it is just ending
+                channel.send({"op": "status"})
+                found.append(channel.receive().fields["status"])
     return found  # type: ignore[return-value]
 
 

@@ -36,7 +36,7 @@ def values(found: dict[str, Any], rank: int) -> set[float]:
 
 
 def main() -> None:
-    """``job.py ROOT save LAST`` saves up to LAST, then rank 1 kills itself; ``job.py ROOT restore`` writes beside ROOT what it got."""
+    """``ROOT save LAST``: saves up to LAST, then rank 1 kills itself; ``ROOT restore``: writes beside ROOT what it got."""
     root, what = sys.argv[1:3]
     dist.init_process_group("gloo")
     rank = dist.get_rank()

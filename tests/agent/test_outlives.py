@@ -148,7 +148,8 @@ def test_with_a_root_on_each_node_the_next_start_commits(tmp_path: Path) -> None
     assert [(one["step"], one["values"]) for one in told] == [(3, {3.0})] * 2
     for node in "ab":
         assert 3 in tierckpt.steps(tmp_path / node)
-        assert tierckpt.verify(tmp_path / node).ok
+        report = tierckpt.verify(tmp_path / node)
+        assert report.ok, report.problems
 
 
 def _half_sealed(rank: int, root: str) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tierckpt.agent.roots import Nodes, one_root, spread_begin
+from tierckpt.agent.roots import Nodes, Roots, one_root, spread_begin
 from tierckpt.config import FREE_MARGIN, Retention
 from tierckpt.errors import (
     FencedError,
@@ -139,20 +139,18 @@ class Coordinator:
         # Other steps of this generation may be on their way; the next start cleans up.
         self._littered = False
 
-    def resume_all(self, generation: int, nodes: Nodes) -> None:
-        """:meth:`resume` on rank 0, and in every root. Collective."""
-        what = f"going on with generation {generation} at {self.place.url}"
+    def resume_all(self, generation: int, nodes: Nodes, roots: Roots) -> None:
+        """:meth:`resume` in every root; rank 0 signs. Collective."""
 
         def part() -> bytes:
             if nodes.rank == 0:
                 self.resume(generation)
+            elif nodes.rank in roots.leaders:
+                self._store = Store.open(self.place)
             return b""
 
-        nodes.vote(what, part)
-        self.generation = generation
-        self.roots, self._store = spread_begin(nodes, self.place, self._store)
-        self._told = len(self._store.chain.links) if self._store is not None else 0
-        self._littered = False
+        nodes.vote(f"going on with generation {generation} at {self.place.url}", part)
+        self.generation, self.roots, self._littered = generation, roots, False
 
     @property
     def signing(self) -> tuple[str, int, list[str]]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import manifest_of, publish
-from tierckpt.agent.roots import level
+from tierckpt.agent.roots import Roots, level
 from tierckpt.agent.writing import Title
+from tierckpt.config import PROBE_SECONDS
 from tierckpt.errors import IncompleteError, IntegrityError, StepExistsError, StoreError
+from tierckpt.format import paths
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.keys import SigningKey
+from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.restore.held import memories
 from tierckpt.tiers.base import Place
@@ -55,13 +59,41 @@ def settle(
             raise IntegrityError(f"{what}: what was written is not what was held")
         layouts = group.vote(what, lambda: found.layout(manifest.layout) if group.rank == held.source else b"")
         coordinator = Coordinator(place, run=run, key=key, grace=grace)
-        coordinator.resume_all(ref.generation, group)
+        coordinator.resume_all(ref.generation, group, _roots(group, place, manifest, what))
         try:
             publish(group, coordinator, what, manifest, layouts[held.source], pinned=held.pinned)
         except StepExistsError:
             # The agent, which drains it too, was faster.
             if not _is_committed(group, place, ref, what):
                 raise
+
+
+def _roots(group: Group, place: Place, manifest: Manifest, what: str) -> Roots:
+    """Which folders the shards were written to: leaders of nodes that see the same ones share a folder. Collective."""
+    if len(group.leaders) == 1:
+        return Roots([0], [0] * manifest.world)
+    wanted = {shard.rank: paths.shard(manifest.generation, manifest.step, shard.rank) for shard in manifest.shards}
+
+    def look() -> bytes:
+        if group.rank not in group.leaders:
+            return b""
+        deadline = time.monotonic() + PROBE_SECONDS
+        while True:
+            seen = [rank for rank, name in wanted.items() if place.size(name) is not None]
+            if len(seen) == len(wanted) or time.monotonic() >= deadline:
+                return json.dumps(seen).encode()
+            time.sleep(PROBE_SECONDS / 20)  # some file systems show the files of others late
+
+    told = group.vote(what, look)
+    leaders: list[int] = []
+    of: dict[int, int] = {}
+    for leader in group.leaders:
+        seen = json.loads(told[leader])
+        if leader and seen and any(rank in of for rank in seen):
+            continue
+        leaders.append(leader)
+        of.update(dict.fromkeys(seen, leader))
+    return Roots(leaders, [of.get(rank, 0) for rank in range(manifest.world)])
 
 
 def _is_committed(group: Group, place: Place, ref: CheckpointRef, what: str) -> bool:
