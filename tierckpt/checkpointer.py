@@ -480,7 +480,7 @@ class Checkpointer:
             self._ram = None
             self._drain.writer, self._drain.overtakes = OwnWriter(), False
             return
-        self._remote = RemoteArena(client, coordinator.fenced)
+        self._remote = RemoteArena(client, coordinator.fenced, ram.slots)
         if before is not None:
             before.close()  # its generation is fenced now, and what it holds stays until there is something newer
         else:
@@ -491,6 +491,7 @@ class Checkpointer:
             self._drain,
             slots=ram.slots,
             complete=self._remote.complete,
+            drop=self._remote.drop,
             overtakes=ram.on_full == "overtake",
         )
         weakref.finalize(self, self._sealing.stop).atexit = False

@@ -65,13 +65,11 @@ class Client:
         _clients.add(self)
 
     def connect(self) -> bool:
-        """Whether the agent is there."""
+        """Whether the agent is there; one that has died is started anew, where that is wanted."""
         try:
-            channel = self._open()
+            self._put(self._take())
         except _NoAgent:
             return False
-        with self._lock:
-            self._idle.append(channel)
         return True
 
     def join(self, joining: Joining) -> None:
@@ -85,11 +83,20 @@ class Client:
         self._joining = joining
         self.connect()
 
-    def request(self, op: str, descriptors: Sequence[int] = (), patience: float = 0.0, /, **fields: JSON) -> Message:
+    def request(
+        self,
+        op: str,
+        descriptors: Sequence[int] = (),
+        patience: float = 0.0,
+        epoch: int | None = None,
+        /,
+        **fields: JSON,
+    ) -> Message:
         """Ask; the reply, whose descriptors are the caller's.
 
         Args:
             patience: seconds that the answer may take beyond the usual.
+            epoch: which agent is asked, if no other one will do.
 
         Raises:
             AgentLostError: the agent has died; the next request goes to a new one.
@@ -99,6 +106,12 @@ class Client:
             channel = self._take()
         except _NoAgent as error:
             raise AgentLostError(str(error)) from error
+        if epoch is not None and epoch != self.epoch:
+            self._put(channel)
+            raise AgentLostError(
+                f"the agent of run {self.run} on node {self.node} died and was replaced ({op}); what it held and had not yet "
+                "written is lost"
+            )
         try:
             channel.sock.settimeout(self._timeout + patience)
             channel.send({"op": op, **fields}, descriptors)
@@ -112,21 +125,27 @@ class Client:
         except BaseException:
             self._lost(channel)
             raise
-        with self._lock:
-            self._busy.discard(channel)
-            if self._pid == os.getpid():
-                self._idle.append(channel)
+        self._put(channel)
         with message:
             raise_refusal(message.fields)
             taken, message.descriptors = message.descriptors, []
         return Message(message.fields, taken)
 
-    def _take(self) -> Channel:
+    def _put(self, channel: Channel) -> None:
         with self._lock:
-            if self._idle:
+            self._busy.discard(channel)
+            self._idle.append(channel)
+
+    def _take(self) -> Channel:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
                 channel = self._idle.pop()
                 self._busy.add(channel)
+            if not channel.ended:
                 return channel
+            self._lost(channel)
         channel = self._open()
         with self._lock:
             self._busy.add(channel)

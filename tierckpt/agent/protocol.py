@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
@@ -68,6 +69,14 @@ class Channel:
         size = _CREDENTIALS.size
         found: int = _CREDENTIALS.unpack(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
         return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other end has closed the connection, while nobody waits for an answer."""
+        # Between a reply and the next request the agent sends nothing: what can be read is the end.
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def send(self, fields: dict[str, JSON], descriptors: Sequence[int] = ()) -> None:
         """Send one frame.

@@ -23,13 +23,22 @@ class Sealing:
     ranks: channels for this thread alone.
     drain: takes what is due on the disk.
     slots: that each rank has.
-    complete: tells this rank's agent.
+    complete, drop: tell this rank's agent that all ranks have sealed a step, or that its save has failed.
     overtakes: a newer step may take the place of one that waits for the disk.
     """
 
-    def __init__(self, ranks: Ranks, drain: Drain, *, slots: int, complete: TellComplete, overtakes: bool) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        drain: Drain,
+        *,
+        slots: int,
+        complete: TellComplete,
+        drop: Callable[[int], None],
+        overtakes: bool,
+    ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
-        self._complete, self._overtakes = complete, overtakes
+        self._complete, self._drop, self._overtakes = complete, drop, overtakes
         drain.overtakes = overtakes
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -58,7 +67,7 @@ class Sealing:
                 self._take(job)
             except BaseException as error:
                 try:
-                    job.release(False)
+                    self._drop(job.step)
                 finally:
                     job.handle._finish(None, error)
             del job
@@ -67,7 +76,7 @@ class Sealing:
         what = f"the save of step {job.step}"
         told = self._ranks.vote(what, lambda: self._mine(job), tag=job.step)
         if _SKIPPED in told:
-            job.release(False)
+            self._drop(job.step)
             for tier in ("ram", "disk"):
                 job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
             job.handle._finish(None)
