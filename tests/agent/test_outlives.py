@@ -222,7 +222,7 @@ def test_an_agent_that_dies_under_a_save_fails_that_save_alone(tmp_path: Path) -
         ckpt._drain.writer = remote
         remote.write = dies  # type: ignore[method-assign]
         handle = ckpt.save(2, state(2))
-        with pytest.raises(tierckpt.StoreError, match="the agent of run.* died"):
+        with pytest.raises(tierckpt.StoreError, match=r"the agent of run.* died"):
             handle.wait()
         remote.write = write  # type: ignore[method-assign]
         assert ckpt.save(3, state(3)).wait() is not None

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,22 @@ def test_after_a_good_bye_nothing_is_left(client: Client) -> None:
 def test_a_dead_agent_is_noticed_and_replaced(client: Client) -> None:
     take(client)
     kill(status()["pid"])
-    with pytest.raises(AgentLostError, match="died or did not answer"):
-        client.request("complete", step=1, due=False)
+    with pytest.raises(AgentLostError, match="died and was replaced"):
+        client.request("complete", (), 0.0, client.epoch, step=1, due=False)
     assert take(client)
     assert client.epoch == 2
+
+
+def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
+    take(client)
+    pid = status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, kill, (pid,))
+    killer.start()
+    with pytest.raises(AgentLostError, match="died or did not answer"):
+        take(client)
+    killer.join()
+    assert take(client)
 
 
 def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
@@ -211,8 +224,6 @@ def test_a_socket_that_a_dead_agent_left_is_replaced(client: Client) -> None:
     (home,) = homes()
     kill(status()["pid"])
     assert home.socket.exists()
-    with pytest.raises(AgentLostError):
-        take(client)
     assert take(client)
 
 

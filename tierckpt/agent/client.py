@@ -240,8 +240,12 @@ class Client:
         """Take leave; the last trainer of the node waits until what was to be drained is."""
         patience = self._joining.deadline if self._joining is not None else 0.0
         while self._idle:
-            channel = self._take()
+            with self._lock:
+                channel = self._idle.pop()
+                self._busy.add(channel)
             try:
+                if channel.ended:
+                    raise EOFError("it has ended")
                 channel.sock.settimeout(self._timeout + patience)
                 _ask(channel, {"op": "bye"})
             except (EOFError, OSError) as error:
