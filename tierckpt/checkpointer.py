@@ -459,6 +459,7 @@ class Checkpointer:
                     locals=[rank for rank, leader in enumerate(group.node_of) if leader == group.node_of[group.rank]],
                     root=self._place.url,
                     roots=len(coordinator.roots.leaders),
+                    origin=coordinator.origin,
                     slots=ram.slots,
                     budget=ram.budget_bytes,
                     idle=ram.idle,
@@ -508,7 +509,9 @@ class Checkpointer:
                 return
             try:
                 remote.bye()
-            except StoreError as error:
+            except FencedError:
+                remote.close()  # a newer generation has it now
+            except TierckptError as error:
                 warn(str(error))
 
     # The end

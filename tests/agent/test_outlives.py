@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tierckpt
 from tests.agent.job import state, values
@@ -76,6 +77,17 @@ def _dies_while_copying(rank: int, root: str) -> None:
 
     RemoteArena.seal = seal  # type: ignore[method-assign]
     ckpt.save(3, state(3, rank))
+
+
+def test_another_number_of_ranks_restores_from_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 2, str(root), 2)
+    found = {"sharded": torch.zeros(600, 70), "n": 0}
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        info = ckpt.restore(found, strict=False)
+        assert info is not None and (info.step, set(info.sources)) == (2, {"ram"})
+    assert found["n"] == 2
+    assert found["sharded"][:300].unique().tolist() == [2.0] and found["sharded"][300:].unique().tolist() == [3.0]
 
 
 def test_killed_while_it_copied_nothing_was_sealed(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def joining(root: Path, generation: int = 1, **more: Any) -> Joining:
         "locals": [0],
         "root": str(root),
         "roots": 1,
+        "origin": None,
         "slots": 3,
         "budget": 1 << 26,
         "idle": 600.0,
@@ -172,6 +173,20 @@ def test_a_newer_generation_fences_the_older_and_shares_no_slot(client: Client, 
     newer.request("settled", step=1, durable=True)
     assert all(not held["steps"] for held in status()["generations"] if held["generation"] == 1)
     newer.close()
+
+
+def test_what_the_disk_has_makes_room_for_a_newer_generation(client: Client, tmp_path: Path) -> None:
+    seal(client, 7, take(client, size=(1 << 26) - 5000))
+    client.request("complete", step=7, due=False)
+    newer = Client("run", "node", start=True, timeout=20.0)
+    newer.join(joining(tmp_path, 2))
+    with pytest.raises(ArenaFullError):
+        take(newer, size=1 << 25)
+    newest = Client("run", "node", start=True, timeout=20.0)
+    newest.join(joining(tmp_path, 3, origin=(1, 7)))
+    take(newest, size=1 << 25)
+    newer.close()
+    newest.close()
 
 
 def test_one_process_for_each_rank(client: Client, tmp_path: Path) -> None:

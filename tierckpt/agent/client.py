@@ -35,6 +35,7 @@ class Joining:
     locals: Sequence[int]
     root: str
     roots: int
+    origin: tuple[int, int] | None
     slots: int
     budget: int
     idle: float
@@ -201,6 +202,7 @@ class Client:
             old.close()
         joining = self._joining
         if joining is not None:
+            origin = joining.origin
             _ask(
                 channel,
                 {
@@ -214,6 +216,7 @@ class Client:
                     "rank": joining.rank,
                     "root": joining.root,
                     "roots": joining.roots,
+                    "origin": None if origin is None else {"generation": origin[0], "step": origin[1]},
                     "slots": joining.slots,
                     "world": joining.world,
                 },

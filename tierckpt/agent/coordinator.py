@@ -57,6 +57,8 @@ class Coordinator:
     ) -> None:
         self.place, self.generation = place, 0
         self.run = run or ""
+        #: Generation and step that this generation continues.
+        self.origin: tuple[int, int] | None = None
         self._given_key, self._trusted, self._expect_head = key, trusted, expect_head
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
@@ -109,7 +111,9 @@ class Coordinator:
         # The folder of this moment: a last word at the end of the process goes to the same place.
         self._pins = trust.Pins.load(store.run).path.parent.parent
         trust.remember(store.chain, store.url, trusted=self._trusted)
-        return json.dumps({"run": store.run, "generation": self.generation}).encode()
+        origin = store.chain.begins[self.generation].origin
+        self.origin = None if origin is None else (origin.generation, origin.step)
+        return json.dumps({"run": store.run, "generation": self.generation, "origin": self.origin}).encode()
 
     def _begin_link(self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]) -> Link | None:
         """None when somebody else has just begun the chain with another key: ours has to be introduced to it first."""
@@ -162,6 +166,7 @@ class Coordinator:
         """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
+        self.origin = None if said["origin"] is None else tuple(said["origin"])
         self.roots, self._store = spread_begin(nodes, self.place, self._store)
         self._told = len(self._store.chain.links) if self._store is not None else 0
 

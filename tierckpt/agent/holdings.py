@@ -36,8 +36,13 @@ class Holdings:
 
     # Members
 
-    def join(self, generation: Generation, rank: int, client: str, budget: int) -> Generation:
+    def join(
+        self, generation: Generation, rank: int, client: str, budget: int, origin: tuple[int, int] | None
+    ) -> Generation:
         """A trainer takes its place in ``generation``, which fences all older ones.
+
+        Args:
+            origin: generation and step that it continues, which are committed.
 
         Raises:
             FencedError: a newer one has begun.
@@ -65,6 +70,9 @@ class Holdings:
             member.connections += 1
             member.left = known.settled = False
             self.memory.budget = budget
+            began = self.generations.get(origin[0]) if origin is not None else None
+            if origin is not None and began is not None and origin[1] in began.steps:
+                began.steps[origin[1]].durable = True
             for older in list(self.generations.values()):
                 if older.number < generation.number and not older.fenced:
                     older.fenced = True
@@ -117,11 +125,11 @@ class Holdings:
                 if room and len(own) + generation.making.get(rank, 0) < generation.slots:
                     generation.making[rank] = generation.making.get(rank, 0) + 1
                     break
+                if not room and self._give_up_durable(generation, rank):
+                    continue
                 if not room and not own:
                     raise ArenaFullError(self._full(size))
                 left = deadline - time.monotonic()
-                if not room and self._give_up_durable(generation, rank):
-                    continue
                 if left <= 0:
                     raise ArenaFullError(self._full(size) + (f" after {wait:g} s" if wait else ""))
                 self.change.wait(left)
@@ -256,11 +264,17 @@ class Holdings:
         self.change.notify_all()
 
     def _give_up_durable(self, generation: Generation, rank: int) -> bool:
-        """Where the budget allows no second slot, what the disk has too makes room."""
-        for step in generation.steps.values():
-            snapshot = step.snapshots.get(rank)
-            if snapshot is not None and step.durable and not snapshot.due and not snapshot.holds and snapshot.slot:
-                self._release(generation, step, rank)
+        """Where the budget has no room, what the disk has too makes some: of older generations, then of this rank."""
+        candidates = [
+            (older, step, snapshot)
+            for older in sorted(self.generations.values(), key=lambda one: one.number)
+            for step in older.steps.values()
+            for snapshot in step.snapshots.values()
+            if step.durable and (older.fenced or (older is generation and snapshot.title.rank == rank))
+        ]
+        for older, step, snapshot in candidates:
+            if not snapshot.due and not snapshot.holds and snapshot.slot is not None:
+                self._release(older, step, snapshot.title.rank)
                 return True
         return False
 

@@ -7,6 +7,7 @@ import time
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.holdings import Holdings
 from tierckpt.agent.snapshots import Generation, Snapshot, Step
+from tierckpt.config import READERS_GRACE
 from tierckpt.errors import IncompleteError, StepExistsError
 from tierckpt.format import paths
 from tierckpt.format.keys import SigningKey
@@ -87,7 +88,7 @@ def _coordinator(generation: Generation) -> Coordinator | None:
     if signing is None or generation.roots > 1:
         return None
     run = next(iter(next(iter(generation.steps.values())).snapshots.values())).title.run
-    coordinator = Coordinator(generation.place, run=run, key=SigningKey.from_secret(signing.key), grace=0.0)
+    coordinator = Coordinator(generation.place, run=run, key=SigningKey.from_secret(signing.key), grace=READERS_GRACE)
     coordinator.resume(generation.number, since=signing.since, keys=frozenset(signing.keys))
     return coordinator
 

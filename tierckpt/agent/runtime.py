@@ -101,12 +101,9 @@ class Home:
             self.socket.unlink()
         sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         try:
-            before = os.umask(0o177)
-            try:
-                with _short(self.socket) as path:
-                    sock.bind(path)
-            finally:
-                os.umask(before)
+            with _short(self.socket) as path:
+                sock.bind(path)
+            os.chmod(self.socket, 0o600)
             sock.listen(512)
         except OSError as error:
             sock.close()

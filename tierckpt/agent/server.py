@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,6 +62,9 @@ class Server:
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake_r, select.POLLIN)
         self._listener.setblocking(False)
+        # What goes wrong is kept where ``tierckpt status`` shows it, and takes no more room with time.
+        warnings.showwarning = lambda message, category, *_: self.holdings.note(f"{category.__name__}: {message}")
+        threading.excepthook = lambda broken: self.holdings.note(f"{broken.exc_type.__name__}: {broken.exc_value}")
         while True:
             if self._stop:
                 for generation in list(self.holdings.generations.values()):
@@ -309,10 +313,14 @@ class Connection:
             slots=fields.integer("slots", low=1),
             locals=frozenset(rank for rank in locals_ if type(rank) is int),
         )
+        origin = None
+        if fields.value("origin") is not None:
+            began = fields.fields("origin", ("generation", "step"))
+            origin = began.integer("generation", low=1), began.integer("step")
         rank = fields.integer("rank", high=world - 1)
         client, budget = fields.string("client"), fields.integer("budget")
         self.server.configure(fields.integer("idle"), fields.integer("deadline"))
-        self.generation, self.rank = self.server.holdings.join(generation, rank, client, budget), rank
+        self.generation, self.rank = self.server.holdings.join(generation, rank, client, budget, origin), rank
         return {"ok": True}, []
 
     def _coordinate(self, fields: Fields, message: Message) -> Reply:
@@ -442,6 +450,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
             "locals",
             "root",
             "roots",
+            "origin",
             "slots",
             "budget",
             "idle",
