@@ -535,8 +535,12 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
-        if self._sealing is not None:
-            self._sealing.close()
+        last = self._sealing.close() if self._sealing is not None else None
+        if last is not None and not failed:
+            # All ranks close after the same saves: they take the newest step to the disk as they do any other.
+            last.due, last.offered, last.handle = True, False, Handle(last.step, ("disk",), ("disk",))
+            self._handles.append(last.handle)
+            self._drain.put(last)
         self._drain.close()
         self._leave_agent(failed=failed)
         self._arena.close()

@@ -270,6 +270,8 @@ def test_sigterm_to_the_agent_drains_first(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGTERM)
         assert gone(pid)
         assert tierckpt.steps(root) == [0, 2]
+        # What the trainer then cannot write again is not taken away.
+    assert tierckpt.verify(root).ok
 
 
 def test_the_last_step_is_durable_after_close(tmp_path: Path) -> None:
@@ -278,6 +280,20 @@ def test_the_last_step_is_durable_after_close(tmp_path: Path) -> None:
         for step in range(4):
             ckpt.save(step, state(step))
     assert tierckpt.steps(root) == [0, 3]
+    until(lambda: not statuses())
+
+
+def _closes(rank: int, root: str) -> None:
+    with Checkpointer(_folder_of_node(root), tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step, rank))
+
+
+def test_the_last_step_is_durable_after_close_on_every_node(tmp_path: Path) -> None:
+    run_ranks(_closes, 2, str(tmp_path), env=NODES)
+    for node in "ab":
+        assert tierckpt.steps(tmp_path / node) == [0, 3]
+        assert tierckpt.verify(tmp_path / node).ok
     until(lambda: not statuses())
 
 

@@ -275,6 +275,11 @@ class Coordinator:
                 return str(error)
         return ""
 
+    def committed(self, step: int) -> Manifest | None:
+        """The manifest of a step of this generation, if the chain that was last read has it."""
+        found = self._store.chain.committed.get((self.generation, step)) if self._store is not None else None
+        return None if found is None else self.store.manifest(CheckpointRef(self.generation, step, found))
+
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""
         self._littered = True

@@ -146,12 +146,16 @@ class Drain:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
             raise
         except BaseException as error:
+            told = json.loads(self._ranks.vote(what, lambda: self._look(job.step))[0])
+            if "manifest" in told:
+                # An agent that was told to end, say, has committed it on its own.
+                ready = Manifest.decode(told["manifest"].encode(), what=f"the manifest of step {job.step}")
+                return _info(ready, told["head"])
             # Every rank removes its own; nobody writes any more once the vote is over.
             self._coordinator.discard(job.step, self._ranks.rank)
             # A newer generation removes what older ones have not finished: then this is why.
-            fenced = self._ranks.vote(what, lambda: self._coordinator.fenced().encode())[0].decode()
-            if fenced:
-                raise FencedError(fenced) from error
+            if told["fenced"]:
+                raise FencedError(told["fenced"]) from error
             raise
         written = time.perf_counter()
         assert isinstance(job.shard, Shard)
@@ -161,10 +165,18 @@ class Drain:
         head = told["head"]
         if told["problem"]:
             warn(told["problem"])
-        size = sum(shard.size for shard in manifest.shards)
-        return SaveInfo(
-            job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)
-        )
+        return _info(manifest, head)
+
+    def _look(self, step: int) -> bytes:
+        """What rank 0's chain says of a step that failed here."""
+        if self._ranks.rank:
+            return b"{}"
+        fenced = self._coordinator.fenced()
+        manifest = self._coordinator.committed(step)
+        if manifest is None:
+            return json.dumps({"fenced": fenced}).encode()
+        head = self._coordinator.store.chain.links[-1].digest
+        return json.dumps({"manifest": manifest.encode().decode(), "head": head}).encode()
 
     def _commit(self, what: str, manifest: Manifest, layout: bytes, *, pinned: bool) -> dict[str, Any]:
         return publish(self._ranks, self._coordinator, what, manifest, layout, pinned=pinned)
@@ -220,6 +232,12 @@ def publish(
 def header_digest(header: bytes) -> str:
     """The digest that a receipt gives of a shard's header."""
     return derive("header", header).hex()
+
+
+def _info(manifest: Manifest, head: str) -> SaveInfo:
+    size = sum(shard.size for shard in manifest.shards)
+    metadata = _plain(manifest.metadata)
+    return SaveInfo(manifest.step, manifest.generation, manifest.id, head, size, manifest.world, metadata)
 
 
 def _plain(metadata: Any) -> Any:

@@ -42,6 +42,8 @@ class Sealing:
         drain.overtakes = overtakes
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        #: The newest complete step, if it is only in memory.
+        self._only_here: Job | None = None
 
     def put(self, job: Job) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
@@ -54,12 +56,13 @@ class Sealing:
         """Let the thread end once the queue is empty; does not wait."""
         self._queue.put(None)
 
-    def close(self) -> None:
-        """Finish what is queued."""
+    def close(self) -> Job | None:
+        """Finish what is queued; the newest complete step if it is on no disk and not on its way there."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        return self._only_here
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -86,8 +89,10 @@ class Sealing:
         self._complete(job.step, job.due)
         job.handle._reach("ram")
         if job.due:
+            self._only_here = None
             self._drain.put(job)
         else:
+            self._only_here = job
             job.handle._finish(None)
 
     def _mine(self, job: Job) -> bytes:
