@@ -9,24 +9,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierckpt import config
-from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job, header_digest
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
-from tierckpt.agent.sealing import Sealing
 from tierckpt.agent.writing import OwnWriter, Shard
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
-    ArenaFullError,
     FencedError,
     LayoutError,
     LostContactError,
-    SkippedError,
     StateError,
     StepExistsError,
     StoreError,
@@ -39,10 +35,10 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
-from tierckpt.restore.settle import settle
-from tierckpt.snapshot.arena import Arena, Slot
-from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
-from tierckpt.snapshot.stager import LiveSource, SlotSource
+from tierckpt.restore.settle import settle, settle_newest
+from tierckpt.snapshot.arena import Arena
+from tierckpt.snapshot.ram import RamTier
+from tierckpt.snapshot.stager import LiveSource
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.telling import warn
@@ -116,9 +112,8 @@ class Checkpointer:
         self._channels = self._group.clone()
         self._drain = Drain(self._channels, self._coordinator)
         self._arena = Arena(config.SLOTS)
-        # With an agent: its slots, and the thread that finds out which steps are complete in them.
-        self._remote: RemoteArena | None = None
-        self._sealing: Sealing | None = None
+        # With an agent, from the beginning of a generation on.
+        self._memory: RamTier | None = None
         self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
@@ -207,7 +202,7 @@ class Checkpointer:
         if ref is None or info is None or self._settled(ref, info):
             self._begin(ref, chosen=True)
         else:
-            self._begin(None, chosen=False)
+            self._begin(None, chosen=False, looks=False)
         if info is not None:
             self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
         return info
@@ -216,15 +211,21 @@ class Checkpointer:
         """Whether the chain can say that we go on from what was restored: what is only in memory is committed first."""
         if "ram" not in info.sources:
             return True
+        return self._try_settling(
+            lambda: settle(self._group, self._place, ref, run=info.run, key=self._given_key, grace=self._disk.grace)
+        )
+
+    def _try_settling(self, commit: Callable[[], None]) -> bool:
+        """Whether what is only in memory could be committed; if not, the chain says that the run goes on from an older step."""
         try:
-            settle(self._group, self._place, ref, run=info.run, key=self._given_key, grace=self._disk.grace)
+            commit()
         except (FencedError, LostContactError, UntrustedError):
             raise
         except TierckptError as error:
             warn(
-                f"step {ref.step} was restored from memory and could not be made durable; until the next save the newest "
-                f"durable checkpoint is an older one: {error}",
-                stacklevel=4,
+                "the newest step is only in memory and could not be made durable; until the next save the newest durable "
+                f"checkpoint is an older one: {error}",
+                stacklevel=5,
             )
             return False
         return True
@@ -326,7 +327,11 @@ class Checkpointer:
         finally:
             handle._set_staged()
             job = Job(step, pin, shard, handle, due=self._disk.name in handle.due)
-            (self._sealing or self._drain).put(job)
+            if self._memory is not None:
+                self._memory.sealing.put(job)
+            else:
+                handle._skip(Ram.name, "no agent could be started here")
+                self._drain.put(job)
         if planned.disagreements:
             warn(_disagreement(step, planned.disagreements), stacklevel=6)
 
@@ -351,38 +356,19 @@ class Checkpointer:
             source = LiveSource(prepared.table, prepared.pointers, header.size, [*prepared.keep, planned.taken])
         if live:
             shard.source = source
-        elif self._remote is None:
+        elif self._memory is None:
             if source is not None:
                 slot = self._arena.acquire(source.size, self._timeout)
-                shard.source = _staged(source, slot)
+                try:
+                    shard.source = source.stage(slot)
+                except BaseException:
+                    slot.release()
+                    raise
                 shard.release = lambda durable: slot.release()
         else:
-            self._seal(self._remote, source, shard, step, due=self._disk.name in handle.due, pinned=pinned)
+            self._memory.stage(source, shard, step, due=self._disk.name in handle.due, pinned=pinned)
         handle.timings["copy"] = time.perf_counter() - began
         return shard
-
-    def _seal(
-        self, remote: RemoteArena, source: LiveSource | None, shard: Shard, step: int, *, due: bool, pinned: bool
-    ) -> None:
-        """Copy into a slot of the agent, which has the shard from then on."""
-        assert self._ram is not None
-        slot = None
-        if source is not None:
-            skips = self._ram.on_full == "skip"
-            try:
-                slot = remote.acquire(source.size, 0.0 if skips else self._timeout)
-            except ArenaFullError as error:
-                if skips:
-                    raise SkippedError(f"step {step} was skipped: {error}") from error
-                raise
-            _staged(source, slot)
-        try:
-            remote.seal(step, slot, shard, due=due, pinned=pinned)
-        except BaseException:
-            if slot is not None:
-                slot.release()
-            raise
-        shard.release = lambda durable: remote.settled(step, durable)
 
     @property
     def _all_tiers(self) -> list[Tier]:
@@ -410,10 +396,10 @@ class Checkpointer:
 
     # Generations
 
-    def _begin(self, ref: CheckpointRef | None, *, chosen: bool, unread: int | None = None) -> None:
+    def _begin(self, ref: CheckpointRef | None, *, chosen: bool, unread: int | None = None, looks: bool = True) -> None:
         """Claim the next generation: from ``ref`` if that was chosen, else from the newest checkpoint.
 
-        ``unread``: the step that is saved though nothing was restored.
+        ``unread``: the step that is saved though nothing was restored. ``looks``: whether the newest may be in memory.
         """
 
         def choose(chain: Chain) -> CheckpointRef | None:
@@ -428,6 +414,17 @@ class Checkpointer:
             return chain.newest
 
         self._steps.clear()
+        if looks and not chosen and not self._fresh and self._ram is not None:
+            self._try_settling(
+                lambda: settle_newest(
+                    self._group,
+                    self._place,
+                    believe=self._coordinator.believe,
+                    run=self._coordinator.run,
+                    key=self._given_key,
+                    grace=self._disk.grace,
+                )
+            )
         level(self._group, self._place)
 
         def part() -> bytes:
@@ -439,80 +436,27 @@ class Checkpointer:
         if self._ram is not None:
             self._join(self._ram)
 
-    # The agent
-
-    def _join(self, ram: Ram) -> None:
+    def _join(self, policy: Ram) -> None:
         """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
-        before = self._remote
-        if self._sealing is not None:
-            self._sealing.close()
-            self._sealing = None
-        group, coordinator = self._group, self._coordinator
-        client = Client(coordinator.run, config.node(), start=True, timeout=self._timeout)
-
-        def part() -> bytes:
-            client.join(
-                Joining(
-                    generation=coordinator.generation,
-                    rank=group.rank,
-                    world=group.size,
-                    locals=[rank for rank, leader in enumerate(group.node_of) if leader == group.node_of[group.rank]],
-                    root=self._place.url,
-                    roots=len(coordinator.roots.leaders),
-                    origin=coordinator.origin,
-                    slots=ram.slots,
-                    budget=ram.budget_bytes,
-                    idle=ram.idle,
-                    deadline=ram.drain_deadline,
-                    signing=coordinator.signing if group.rank == 0 else None,
-                )
-            )
-            return b""
-
+        before = self._memory
+        if before is None:
+            self._sealing_channels = self._group.clone()
+        else:
+            before.finish()
+        memory = RamTier(policy, self._group, self._sealing_channels, self._coordinator, self._drain)
         try:
-            group.vote(f"joining the agent of run {coordinator.run}", part)
+            memory.join()
         except (FencedError, LostContactError):
-            client.close()
             raise
         except TierckptError as error:
-            client.close()
-            self._leave_agent(failed=False)
             warn(f"snapshots do not outlive this process, as with agent='off': {error}", stacklevel=4)
-            self._ram = None
+            self._ram = self._memory = None
             self._drain.writer, self._drain.overtakes = OwnWriter(), False
-            return
-        self._remote = RemoteArena(client, coordinator.fenced, ram.slots)
-        if before is not None:
-            before.close()  # its generation is fenced now, and what it holds stays until there is something newer
         else:
-            self._sealing_channels = group.clone()
-        self._drain.writer = self._remote
-        self._sealing = Sealing(
-            self._sealing_channels,
-            self._drain,
-            slots=ram.slots,
-            complete=self._remote.complete,
-            drop=self._remote.drop,
-            overtakes=ram.on_full == "overtake",
-        )
-        weakref.finalize(self, self._sealing.stop).atexit = False
-
-    def _leave_agent(self, *, failed: bool) -> None:
-        """Take leave of the agent; after a failure without a word, so that it keeps what it has for the next start."""
-        if self._sealing is not None:
-            self._sealing.close()
-            self._sealing = None
-        if self._remote is not None:
-            remote, self._remote = self._remote, None
-            if failed:
-                remote.close()
-                return
-            try:
-                remote.bye()
-            except FencedError:
-                remote.close()  # a newer generation has it now
-            except TierckptError as error:
-                warn(str(error))
+            self._memory = memory
+            weakref.finalize(self, memory.sealing.stop).atexit = False
+        if before is not None:
+            before.replaced()
 
     # The end
 
@@ -535,14 +479,15 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
-        last = self._sealing.close() if self._sealing is not None else None
+        last = self._memory.finish() if self._memory is not None else None
         if last is not None and not failed:
             # All ranks close after the same saves: they take the newest step to the disk as they do any other.
             last.due, last.offered, last.handle = True, False, Handle(last.step, ("disk",), ("disk",))
             self._handles.append(last.handle)
             self._drain.put(last)
         self._drain.close()
-        self._leave_agent(failed=failed)
+        if self._memory is not None:
+            self._memory.close(failed=failed)
         self._arena.close()
         self._coordinator.close()
         self._channels.close()
@@ -623,15 +568,6 @@ def _encoded(metadata: Any) -> JSON:
 
 def _nothing(durable: bool) -> None:
     pass
-
-
-def _staged(source: LiveSource, slot: Slot | RemoteSlot) -> SlotSource:
-    """Copy into the slot, or give it back."""
-    try:
-        return source.stage(slot)
-    except BaseException:
-        slot.release()
-        raise
 
 
 _FAILED_BEFORE = "an earlier save had failed"

@@ -79,6 +79,20 @@ def _dies_while_copying(rank: int, root: str) -> None:
     ckpt.save(3, state(3, rank))
 
 
+def _saves_on(rank: int, root: str) -> int:
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        info = ckpt.save(10, state(10)).wait()
+        assert info is not None
+        return info.generation
+
+
+def test_a_start_without_restore_goes_on_from_what_is_in_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 1, str(root), 3, group=False)
+    assert run_ranks(_saves_on, 1, str(root), group=False) == [2]
+    assert tierckpt.steps(root) == [0, 3, 10] and tierckpt.verify(root).ok
+
+
 def test_another_number_of_ranks_restores_from_memory(tmp_path: Path) -> None:
     root = tmp_path / "s"
     spawn(_dies_after, 2, str(root), 2)
@@ -223,8 +237,8 @@ def test_an_agent_that_dies_under_a_save_fails_that_save_alone(tmp_path: Path) -
     root = tmp_path / "s"
     with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        remote = ckpt._remote
-        assert remote is not None
+        assert ckpt._memory is not None
+        remote = ckpt._memory.arena
         write = remote.write
 
         def dies(*arguments: Any) -> bytes:
@@ -328,8 +342,8 @@ def test_what_is_damaged_in_memory_is_read_from_the_disk(tmp_path: Path) -> None
     with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
         ckpt.save(1, state(1)).wait()
         tierckpt.load(state(-1), root)
-        assert ckpt._remote is not None
-        for memory in ckpt._remote._mapped.values():
+        assert ckpt._memory is not None
+        for memory in ckpt._memory.arena._mapped.values():
             memory[5000] ^= 1
         found = state(-1)
         with pytest.warns(RuntimeWarning, match="memory of.*chunk 0.*is damaged"):
@@ -351,8 +365,8 @@ class _Slow:
 
 def _slow(ckpt: Checkpointer) -> _Slow:
     ckpt.save(0, state(0)).wait()
-    assert ckpt._remote is not None
-    slow = ckpt._drain.writer = _Slow(ckpt._remote)
+    assert ckpt._memory is not None
+    slow = ckpt._drain.writer = _Slow(ckpt._memory.arena)
     return slow
 
 

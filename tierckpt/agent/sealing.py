@@ -24,7 +24,6 @@ class Sealing:
     drain: takes what is due on the disk.
     slots: that each rank has.
     complete, drop: tell this rank's agent that all ranks have sealed a step, or that its save has failed.
-    overtakes: a newer step may take the place of one that waits for the disk.
     """
 
     def __init__(
@@ -35,11 +34,9 @@ class Sealing:
         slots: int,
         complete: TellComplete,
         drop: Callable[[int], None],
-        overtakes: bool,
     ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
-        self._complete, self._drop, self._overtakes = complete, drop, overtakes
-        drain.overtakes = overtakes
+        self._complete, self._drop = complete, drop
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: The newest complete step, if it is only in memory.
@@ -84,7 +81,7 @@ class Sealing:
                 job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
             job.handle._finish(None)
             return
-        if self._overtakes and _SHORT in told:
+        if self._drain.overtakes and _SHORT in told:
             self._make_room(job)
         self._complete(job.step, job.due)
         job.handle._reach("ram")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import manifest_of, publish
@@ -17,7 +18,8 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.restore.held import memories
+from tierckpt.restore.choice import choose
+from tierckpt.restore.held import memories, merge
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
 
@@ -66,6 +68,25 @@ def settle(
             # The agent, which drains it too, was faster.
             if not _is_committed(group, place, ref, what):
                 raise
+
+
+def settle_newest(
+    group: Group,
+    place: Place,
+    *,
+    believe: Callable[[Store], None],
+    run: str | None,
+    key: str | os.PathLike[str] | SigningKey | None,
+    grace: float,
+) -> None:
+    """Commit the newest complete snapshot if it is only in memory, and the newest of all. Collective; see :func:`settle`."""
+    choice = choose(group, place, step=None, believe=believe, run=run, may_be_empty=True)
+    if choice is None:
+        return
+    with memories(group, place, choice.run, timeout=group.timeout) as found:
+        tries = merge(choice, found, place, None)
+    if tries and tries[0].tier == "ram" and tries[0].ref not in choice.refs:
+        settle(group, place, tries[0].ref, run=choice.run, key=key, grace=grace)
 
 
 def _roots(group: Group, place: Place, manifest: Manifest, what: str) -> Roots:
