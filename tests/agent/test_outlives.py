@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,89 @@ def test_a_stopped_trainer_that_comes_back_is_fenced(tmp_path: Path) -> None:
                 old.wait()
     found = state(-1)
     assert tierckpt.load(found, root).step == 2 and values(found, 0) == {2.0}
+
+
+def _is_stopped(rank: int, root: str) -> str:
+    ckpt = Checkpointer(root, tiers=[Ram(), Disk()])
+    for step in range(3):
+        ckpt.save(step, state(step)).wait()
+    Path(root).with_name("pid").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for step in range(3, 6):
+            ckpt.save(step, state(100)).wait()
+    except tierckpt.TierckptError as error:
+        ckpt.close()
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_trainer_that_was_really_stopped_touches_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(run_ranks, _is_stopped, 1, str(root), group=False)
+        pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+            found = state(-1)
+            info = ckpt.restore(found)
+            assert info is not None and info.step == 2 and values(found, 0) == {2.0}
+            for step in range(3, 6):
+                ckpt.save(step, state(step)).wait()
+            os.kill(pid, signal.SIGCONT)
+            assert stopped.result() == ["FencedError"]
+            assert tierckpt.load(found, root).step == 5 and values(found, 0) == {5.0}
+    assert tierckpt.steps(root) == [0, 1, 2, 3, 4, 5] and tierckpt.verify(root, every=True).ok
+
+
+def test_one_process_restores_again_and_again(tmp_path: Path) -> None:
+    root, found = tmp_path / "s", state(-1)
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for start in range(4):
+            for step in range(3 * start, 3 * start + 3):
+                ckpt.save(step, state(step))
+            info = ckpt.restore(found)
+            assert info is not None
+            assert (info.step, info.generation, set(info.sources)) == (step, start + 1, {"ram"})
+            assert values(found, 0) == {float(step)}
+        assert len(statuses()) == 1
+    assert tierckpt.steps(root) == [0, 2, 5, 8, 11] and tierckpt.verify(root).ok
+
+
+def test_without_an_agent_it_goes_on_as_with_agent_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=2)]) as ckpt:
+        with pytest.warns(RuntimeWarning, match="do not outlive this process"):
+            handle = ckpt.save(0, state(0))
+        assert handle.wait() is not None
+        with pytest.raises(tierckpt.SkippedError, match="no agent"):
+            handle.wait("ram")
+        assert ckpt.save(1, state(1)).wait() is None
+        assert ckpt.save(2, state(2)).wait() is not None
+    assert tierckpt.steps(tmp_path / "s") == [0, 2]
+
+
+def test_a_forked_child_does_not_keep_a_dead_trainer_alive(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_forks, 1, str(root), group=False)
+    child = int((tmp_path / "child").read_text())
+    try:
+        _drained(root, 2)
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _forks(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(), RARELY])
+    for step in range(3):
+        ckpt.save(step, state(step)).wait("ram" if step else None)
+    child = os.fork()
+    if not child:
+        os.setsid()
+        signal.pause()
+    Path(root).with_name("child").write_text(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_dead_agent_costs_what_it_held_and_no_more(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ class Client:
         """
         self.close()
         self._joining = joining
-        self.connect()
+        try:
+            self._put(self._take())
+        except _NoAgent as error:
+            raise StoreError(str(error)) from error
 
     def request(
         self,
