@@ -117,8 +117,9 @@ class Checkpointer:
         self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
-        # Steps of this generation that were handed to the drain; one that failed may be saved again.
+        # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
         self._steps: dict[int, Handle] = {}
+        self._done: set[int] = set()
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
@@ -301,7 +302,7 @@ class Checkpointer:
         def mine() -> bytes:
             self._raise_failures()
             before = self._steps.get(step)
-            if before is not None and before.error is None:
+            if step in self._done or (before is not None and before.error is None):
                 raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
             note.append(_encoded(metadata))
             return str(step).encode()
@@ -414,6 +415,7 @@ class Checkpointer:
             return chain.newest
 
         self._steps.clear()
+        self._done.clear()
         if looks and not chosen and not self._fresh and self._ram is not None:
             self._try_settling(
                 lambda: settle_newest(
@@ -506,6 +508,10 @@ class Checkpointer:
         ]
         self._handles = [handle for handle in self._handles if handle not in ended or handle in kept]
         for handle in ended:
+            if self._steps.get(handle.step) is handle:
+                del self._steps[handle.step]
+                if handle.error is None:
+                    self._done.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
                 warn(_failure(handle), stacklevel=4)

@@ -30,6 +30,9 @@ from tierckpt.tiers.disk import DiskPlace
 
 Reply = tuple[dict[str, JSON], list[int]]
 
+#: Seconds before the next attempt to take a connection, when the machine had no room for one.
+_PAUSE = 0.1
+
 
 class Server:
     """Args:
@@ -78,8 +81,13 @@ class Server:
             poll.poll(None if left is None else left * 1000 + 1)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_r, 4096)
-            with contextlib.suppress(BlockingIOError, ConnectionError):
+            try:
                 self._accept()
+            except BlockingIOError:
+                continue
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left: others may give some back
+                self.holdings.note(f"a connection could not be taken: {error}")
+                time.sleep(_PAUSE)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -91,7 +99,12 @@ class Server:
             return
         connection = Connection(self, channel)
         self._connections.add(connection)
-        threading.Thread(target=connection.run, name="tierckpt-connection", daemon=True).start()
+        try:
+            threading.Thread(target=connection.run, name="tierckpt-connection", daemon=True).start()
+        except RuntimeError:
+            self._connections.discard(connection)
+            sock.close()
+            raise
 
     def _waiting(self) -> bool:
         """Whether somebody is about to connect."""
@@ -172,13 +185,9 @@ class Connection:
         try:
             while not self.bye:
                 with self.channel.receive() as message:
+                    answer = self._request(message)
                     try:
-                        reply, descriptors = self._answer(message)
-                    except IntegrityError as error:
-                        if isinstance(error, _Refused):
-                            reply, descriptors = refusal(IntegrityError(*error.args)), []
-                        else:
-                            raise
+                        reply, descriptors = answer()
                     except Exception as error:
                         if not isinstance(error, TierckptError):
                             self.server.holdings.note(f"{type(error).__name__}: {error}")
@@ -211,7 +220,8 @@ class Connection:
         finally:
             self.server.ended(self)
 
-    def _answer(self, message: Message) -> Reply:
+    def _request(self, message: Message) -> Callable[[], Reply]:
+        """What answers a message. Raises IntegrityError if it is no request: that ends the connection."""
         op = message.fields.get("op")
         if type(op) is not str or op not in _OPERATIONS:
             raise IntegrityError(f"the agent's socket: no request is called {str(op)[:40]!r}")
@@ -219,11 +229,15 @@ class Connection:
         fields = message.only("op", *keys)
         if op not in ("hello", "status") and not self.greeted:
             raise IntegrityError("the agent's socket: the first request must be hello")
-        if needs:
-            if self.generation is None:
-                raise StateError(f"{op}: this connection has not joined a generation")
-            self.generation.must_be_current()
-        return answer(self, fields, message)
+
+        def reply() -> Reply:
+            if needs:
+                if self.generation is None:
+                    raise StateError(f"{op}: this connection has not joined a generation")
+                self.generation.must_be_current()
+            return answer(self, fields, message)
+
+        return reply
 
     @property
     def _own(self) -> Generation:
@@ -303,7 +317,7 @@ class Connection:
         root = fields.string("root")
         locals_ = fields.array("locals")
         if not all(type(rank) is int and 0 <= rank < world for rank in locals_) or not root.startswith("/"):
-            raise _Refused(f"the agent's socket: join: locals={locals_!r:.80}, root={root!r:.80}")
+            raise IntegrityError(f"the agent's socket: join: locals={locals_!r:.80}, root={root!r:.80}")
         generation = Generation(
             number=fields.integer("generation", low=1),
             world=world,
@@ -350,7 +364,7 @@ class Connection:
             finally:
                 os.close(descriptor)
             if derive("layout", data).hex() != layout:
-                raise _Refused("the agent's socket: seal: the layout file is not the one that is named")
+                raise IntegrityError("the agent's socket: seal: the layout file is not the one that is named")
             generation.layouts[layout] = data
         if layout not in generation.layouts:
             raise StateError(f"the agent does not have layout {layout}")
@@ -426,10 +440,6 @@ def _listing(generation: Generation, number: int, step: Step) -> JSON:
         "step": number,
         "world": generation.world,
     }
-
-
-class _Refused(IntegrityError):
-    """A request whose contents contradict each other; the frames are sound, so the connection goes on."""
 
 
 _Answer = Callable[[Connection, Fields, Message], Reply]
