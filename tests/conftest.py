@@ -55,6 +55,10 @@ def _isolated(
         path.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(path))
     yield
+    if (home / "runtime" / "tierckpt").exists():
+        from tests.agents import end_all
+
+        end_all()
     for name in [name for name in os.environ if name.startswith("TIERCKPT_")]:
         monkeypatch.delenv(name)
     if stored is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tierckpt.agent.handle import Handle, SaveInfo
     from tierckpt.checkpointer import Checkpointer
-    from tierckpt.config import Disk, KeepEvery, KeepLast
+    from tierckpt.config import Disk, KeepEvery, KeepLast, Ram
     from tierckpt.errors import (
         ArenaFullError,
         FencedError,
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "agent.handle": ("Handle", "SaveInfo"),
     "checkpointer": ("Checkpointer",),
-    "config": ("Disk", "KeepEvery", "KeepLast"),
+    "config": ("Disk", "KeepEvery", "KeepLast", "Ram"),
     "errors": (
         "ArenaFullError",
         "FencedError",
@@ -84,6 +84,7 @@ __all__ = [
     "Mapping",
     "PerRank",
     "Pieces",
+    "Ram",
     "Rename",
     "SaveInfo",
     "SkippedError",

@@ -5,21 +5,24 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierckpt import config
 from tierckpt.agent.coordinator import Coordinator
-from tierckpt.agent.drain import Drain, Staged
+from tierckpt.agent.drain import Drain, Job, Staged
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
-from tierckpt.config import Disk
+from tierckpt.agent.writing import OwnWriter
+from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
     FencedError,
     LayoutError,
+    LostContactError,
     StateError,
     StepExistsError,
     StoreError,
@@ -32,9 +35,11 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
+from tierckpt.restore.settle import settle, settle_newest
 from tierckpt.snapshot import fence
-from tierckpt.snapshot.arena import Arena
-from tierckpt.snapshot.staging import Staging
+from tierckpt.snapshot.arena import Arena, OwnMemory
+from tierckpt.snapshot.ram import AgentMemory, RamTier
+from tierckpt.snapshot.staging import Memory, Staging
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.telling import warn
@@ -52,13 +57,14 @@ class Checkpointer:
 
     Args:
         root: a folder, on a shared file system or on each node's own disk.
-        tiers: what lies below: ``[Disk(every=…, keep=…)]``.
+        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``, by default both; the disk alone with ``agent="off"``.
         run: the run's name; by default that of the store, or a new one.
         group: the process group whose ranks save together; by default all.
         key: the private key that signs, or its path (default: ``TIERCKPT_KEY``, else one made in the user's folder).
         trust: public keys (hex or paths) to trust instead of those pinned (default: ``TIERCKPT_TRUST``).
         expect_head: digest of a link that the chain must contain.
-        agent: ``"off"``: the drain runs in threads of this process. ``"auto"`` is the same for now.
+        agent: ``"auto"``: snapshots lie in the memory of the node's agent, a process that outlives this one and is started when
+            it is not there. ``"off"``: the same drain runs in threads of this process, and ends with it.
         on_error: what a failed save does besides showing on its handle: ``"report"`` warns at the next call,
             ``"raise"`` raises there.
         on_disagreement: what happens when ranks hold different replicas of the same: ``"report"`` warns and saves that
@@ -72,7 +78,7 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
-        tiers: Sequence[Disk] | None = None,
+        tiers: Sequence[Tier] | Tier | None = None,
         run: str | None = None,
         group: Any = None,
         key: Key | None = None,
@@ -88,15 +94,15 @@ class Checkpointer:
         _one_of("agent", agent, ("auto", "off"))
         _one_of("on_error", on_error, ("report", "raise"))
         _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
-        self._on_disagreement = on_disagreement
-        self._disk = _only_disk(tiers)
+        self._on_disagreement, self._given_key = on_disagreement, key
+        self._ram, self._disk = _tiers(tiers, agent)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
         self._timeout = config.timeout(timeout)
         self._place = DiskPlace.at(root)
         self._group = Group(group, timeout=self._timeout)
         self._group.agree(
             f"the Checkpointer at {self._place.url}",
-            tiers=repr(self._disk),
+            tiers=repr((self._ram, self._disk)),
             run=run,
             on_disagreement=on_disagreement,
             max_restarts=max_restarts,
@@ -115,14 +121,18 @@ class Checkpointer:
         self._channels = self._group.clone()
         self._drain = Drain(self._channels, self._coordinator)
         self._arena = Arena(config.SLOTS)
+        # With an agent, from the beginning of a generation on.
+        self._ram_tier: RamTier | None = None
+        self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
-        # Steps of this generation that were handed to the drain; one that failed may be saved again.
+        # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
         self._steps: dict[int, Handle] = {}
+        self._done: set[int] = set()
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
-        self._last_due: tuple[int, float] | None = None
+        self._last_due: dict[str, tuple[int, float]] = {}
         self._closed = False
         _open.add(self)
         # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.
@@ -146,8 +156,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(failed=kind is not None)
 
     # Restore
 
@@ -199,10 +209,36 @@ class Checkpointer:
                 may_be_empty=step is None,
             )
         ref = None if info is None else CheckpointRef(info.generation, info.step, info.id)
-        self._begin(ref, chosen=True)
+        if ref is None or info is None or self._settled(ref, info):
+            self._begin(ref, chosen=True)
+        else:
+            self._begin(None, chosen=False, looks=False)
         if info is not None:
-            self._last_due = (info.step, time.monotonic())
+            self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
         return info
+
+    def _settled(self, ref: CheckpointRef, info: LoadInfo) -> bool:
+        """Whether the chain can say that we go on from what was restored: what is only in memory is committed first."""
+        if "ram" not in info.sources:
+            return True
+        return self._try_settling(
+            lambda: settle(self._group, self._place, ref, run=info.run, key=self._given_key, grace=self._disk.grace)
+        )
+
+    def _try_settling(self, commit: Callable[[], None]) -> bool:
+        """Whether what is only in memory could be committed; if not, the chain says that the run goes on from an older step."""
+        try:
+            commit()
+        except (FencedError, LostContactError, UntrustedError):
+            raise
+        except TierckptError as error:
+            warn(
+                "the newest step is only in memory and could not be made durable; until the next save the newest durable "
+                f"checkpoint is an older one: {error}",
+                stacklevel=5,
+            )
+            return False
+        return True
 
     # Save
 
@@ -243,10 +279,14 @@ class Checkpointer:
 
     def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool) -> Handle:
         self._surface()
-        handle = Handle(step, self._disk.name)
+        names = [tier.name for tier in self._all_tiers]
+        handle = Handle(step, names, names)
         try:
-            if not self._due(step, always=live or always):
-                return Handle(step, self._disk.name, due=False)
+            due = [tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always)]
+            if not due:
+                return Handle(step, names, ())
+            # What goes to the disk is in memory first.
+            handle = Handle(step, names, names if self._disk.name in due else due)
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
@@ -270,7 +310,7 @@ class Checkpointer:
         """The first time all ranks meet, and what is wrong is raised on all of them. Later each goes on by itself, and what
         is wrong on one fails on all when their drains meet."""
         before = self._steps.get(step)
-        if before is not None and before.error is None:
+        if step in self._done or (before is not None and before.error is None):
             raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
         note: list[Any] = []
 
@@ -295,7 +335,7 @@ class Checkpointer:
             self._steps[step] = handle
             handle._owner = self
             must_tell = True
-            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle)
+            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin)
         except _Raised as raised:
             staged = raised.error
             raise
@@ -307,38 +347,55 @@ class Checkpointer:
             if must_tell:
                 if isinstance(staged, BaseException):
                     handle._set_staged()
-                self._drain.put(step, staged, handle, pinned=pin)
+                job = Job(step, pin, staged, handle, due=self._disk.name in handle.due)
+                if self._ram_tier is not None:
+                    self._ram_tier.sealing.put(job)
+                else:
+                    handle._skip(Ram.name, "no agent could be started here")
+                    self._drain.put(job)
 
-    def _stage(self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle) -> Staging:
+    def _stage(
+        self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool
+    ) -> Staging:
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
+        memory: Memory | None = None
+        if not live and self._ram_tier is not None:
+            memory = AgentMemory(self._ram_tier, handle.step, due=self._disk.name in handle.due, pinned=pinned)
+        elif not live:
+            memory = OwnMemory(self._arena, self._timeout)
         refuse = self._on_disagreement == "refuse"
-        staging = Staging(self._planner, self._channels, planned, prepared, metadata, refuse=refuse)
-        if live:
+        staging = Staging(self._planner, memory, planned, prepared, metadata, refuse=refuse)
+        if memory is None:
             handle._set_staged()
         else:
             try:
-                staging.stage(lambda size: self._arena.acquire(size, self._timeout), handle._set_staged, overlap=fenced)
+                staging.stage(handle._set_staged, overlap=fenced)
             except BaseException:
-                staging.release()
+                staging.release(False)
                 raise
         handle.timings["copy"] = time.perf_counter() - began
         return staging
 
-    def _due(self, step: int, *, always: bool) -> bool:
-        """Whether the disk is due. Decided by rank 0, since clocks differ."""
-        cadence, now = self._disk.cadence, time.monotonic()
+    @property
+    def _all_tiers(self) -> list[Tier]:
+        return [self._ram, self._disk] if self._ram is not None else [self._disk]
+
+    def _is_due(self, tier: Tier, step: int, *, always: bool) -> bool:
+        """Whether a tier is due. Decided by rank 0 where it depends on time, since clocks differ."""
+        cadence: Cadence = tier.cadence
+        now, last = time.monotonic(), self._last_due.get(tier.name)
         if always:
             return True
-        if self._last_due is None:
+        if last is None:
             due = True
         elif cadence.seconds is not None:
-            mine = cadence.due(step, self._last_due[0], now - self._last_due[1])
+            mine = cadence.due(step, last[0], now - last[1])
             due = self._group.broadcast(b"1" if mine else b"0") == b"1"
         else:
-            due = cadence.due(step, self._last_due[0], 0.0)
+            due = cadence.due(step, last[0], 0.0)
         if due:
-            self._last_due = (step, now)
+            self._last_due[tier.name] = (step, now)
         return due
 
     def fence(self) -> None:
@@ -348,10 +405,10 @@ class Checkpointer:
 
     # Generations
 
-    def _begin(self, ref: CheckpointRef | None, *, chosen: bool, unread: int | None = None) -> None:
+    def _begin(self, ref: CheckpointRef | None, *, chosen: bool, unread: int | None = None, looks: bool = True) -> None:
         """Claim the next generation: from ``ref`` if that was chosen, else from the newest checkpoint.
 
-        ``unread``: the step that is saved though nothing was restored.
+        ``unread``: the step that is saved though nothing was restored. ``looks``: whether the newest may be in memory.
         """
 
         def choose(chain: Chain) -> CheckpointRef | None:
@@ -366,6 +423,18 @@ class Checkpointer:
             return chain.newest
 
         self._steps.clear()
+        self._done.clear()
+        if looks and not chosen and not self._fresh and self._ram is not None:
+            self._try_settling(
+                lambda: settle_newest(
+                    self._group,
+                    self._place,
+                    believe=self._coordinator.believe,
+                    run=self._coordinator.run,
+                    key=self._given_key,
+                    grace=self._disk.grace,
+                )
+            )
         level(self._group, self._place)
 
         def part() -> bytes:
@@ -374,6 +443,30 @@ class Checkpointer:
         what = f"the start of a generation at {self._place.url} (to read without writing: tierckpt.load)"
         told = self._group.vote(what, part)
         self._coordinator.follow(told[0], self._group)
+        if self._ram is not None:
+            self._join(self._ram)
+
+    def _join(self, policy: Ram) -> None:
+        """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
+        before = self._ram_tier
+        if before is None:
+            self._sealing_channels = self._group.clone()
+        else:
+            before.finish()
+        memory = RamTier(policy, self._group, self._sealing_channels, self._coordinator, self._drain)
+        try:
+            memory.join()
+        except (FencedError, LostContactError):
+            raise
+        except TierckptError as error:
+            warn(f"snapshots do not outlive this process, as with agent='off': {error}", stacklevel=4)
+            self._ram = self._ram_tier = None
+            self._drain.writer, self._drain.overtakes = OwnWriter(), False
+        else:
+            self._ram_tier = memory
+            weakref.finalize(self, memory.sealing.stop).atexit = False
+        if before is not None:
+            before.replaced()
 
     # The end
 
@@ -383,17 +476,32 @@ class Checkpointer:
             handle._ended.wait()
 
     def close(self) -> None:
-        """Finish what is under way, report what failed, give everything back. Called twice it does nothing."""
+        """Finish what is under way, report what failed, give everything back. Called twice it does nothing.
+
+        The newest complete step that is only in memory goes to the disk; then the agent ends, if no other process needs it.
+        """
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
+        last = self._ram_tier.finish() if self._ram_tier is not None else None
+        if last is not None and not failed:
+            # All ranks close after the same saves: they take the newest step to the disk as they do any other.
+            last.due, last.offered, last.handle = True, False, Handle(last.step, ("disk",), ("disk",))
+            self._handles.append(last.handle)
+            self._drain.put(last)
         self._drain.close()
+        if self._ram_tier is not None:
+            self._ram_tier.close(failed=failed)
         self._arena.close()
         self._coordinator.close()
         self._channels.close()
+        self._sealing_channels.close()
         self._group.close()
         self._surface()
 
@@ -408,6 +516,10 @@ class Checkpointer:
         ]
         self._handles = [handle for handle in self._handles if handle not in ended or handle in kept]
         for handle in ended:
+            if self._steps.get(handle.step) is handle:
+                del self._steps[handle.step]
+                if handle.error is None:
+                    self._done.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
                 warn(_failure(handle), stacklevel=4)
@@ -448,8 +560,10 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """Saves under way at the end of a script are finished, not lost."""
+    # After an error that nobody caught somebody is likely to start again soon.
+    failed = getattr(sys, "last_value", None) is not None
     for checkpointer in list(_open):
-        checkpointer.close()
+        checkpointer._close(failed=failed)
 
 
 #: Bytes that a checkpoint's metadata may take once encoded: they stand in its manifest, which everybody reads.
@@ -487,11 +601,11 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
-def _only_disk(tiers: Sequence[Disk] | None) -> Disk:
-    if tiers is None:
-        return Disk()
-    if isinstance(tiers, Disk):
-        return tiers
-    if len(tiers) != 1 or not isinstance(tiers[0], Disk):
-        raise StateError(f"tiers={list(tiers)!r}: this version takes exactly one Disk(…)")
-    return tiers[0]
+def _tiers(tiers: Sequence[Tier] | Tier | None, agent: str) -> tuple[Ram | None, Disk]:
+    """The tiers, of each kind at most one; without an agent there is none of memory."""
+    given = [tiers] if isinstance(tiers, (Ram, Disk)) else list(tiers) if tiers is not None else [Ram(), Disk()]
+    rams = [tier for tier in given if isinstance(tier, Ram)]
+    disks = [tier for tier in given if isinstance(tier, Disk)]
+    if len(rams) > 1 or len(disks) != 1 or len(given) != len(rams) + 1:
+        raise StateError(f"tiers={given!r}: this version takes exactly one Disk(…), and at most one Ram(…)")
+    return (None if agent == "off" else rams[0] if rams else Ram()), disks[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,19 @@ PROBE_SECONDS = 3.0
 MAX_RESTARTS = 3
 #: Free bytes to leave on a file system beyond what a save needs.
 FREE_MARGIN = 1 << 20
+#: Slots that the agent keeps for each rank: draining, newest complete, filling.
+AGENT_SLOTS = 3
+#: Part of the machine's memory that all slots of an agent may take.
+AGENT_BUDGET = 0.5
+#: Seconds without a trainer after which the agent gives up what it holds and ends.
+AGENT_IDLE = 600.0
+#: Seconds for which an agent whose trainers are gone looks for the receipts of other nodes.
+DRAIN_DEADLINE = 120.0
+#: Seconds within which an agent must have started and answered.
+AGENT_START = 30.0
+#: Connections of one agent, and bytes of its log.
+AGENT_CONNECTIONS = 1024
+AGENT_LOG_BYTES = 64 << 10
 
 
 def timeout(given: float | None = None) -> float:
@@ -56,6 +70,28 @@ def config_dir() -> Path:
     """The user's folder for keys and pins: ``$XDG_CONFIG_HOME/tierckpt`` or ``~/.config/tierckpt``."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path(os.path.expanduser("~")) / ".config") / "tierckpt"
+
+
+def node() -> str:
+    """What tells this machine from others: ``TIERCKPT_NODE``, else its name and the identity of its kernel."""
+    given = os.environ.get("TIERCKPT_NODE")
+    if given:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def memory() -> int:
+    """Bytes of memory that this machine, or this process's control group, may use."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return found
+    return min(found, int(limit)) if limit.isdecimal() else found
 
 
 @dataclass(frozen=True)
@@ -159,10 +195,59 @@ class Disk:
             raise StateError(f"grace={self.grace!r}: it takes a number of seconds, 0 or more")
 
 
+@dataclass(frozen=True)
+class Ram:
+    """The RAM tier: memory of the node's agent, which outlives the trainer.
+
+    Args:
+        every: cadence, a number of steps or a duration. Steps that are due on disk come through here in any case.
+        copies: of each shard, on so many nodes. More than one takes a peer tier, which this version does not have.
+        budget: what all slots of the agent may take: bytes, or a fraction of the machine's memory; None: half of it.
+        slots: for each rank: draining, newest complete, filling. At least 2.
+        on_full: when no slot is free: ``"overtake"`` lets a newer step take the place of one that waits for the disk,
+            ``"wait"`` makes ``save`` wait, ``"skip"`` skips the step.
+        idle: seconds without a trainer after which the agent gives up what it holds and ends.
+        drain_deadline: seconds for which an agent whose trainers are gone waits for other nodes.
+    """
+
+    every: int | str = 1
+    copies: int = 1
+    budget: int | float | None = None
+    slots: int = AGENT_SLOTS
+    on_full: str = "overtake"
+    idle: float = AGENT_IDLE
+    drain_deadline: float = DRAIN_DEADLINE
+    cadence: Cadence = field(init=False, repr=False, compare=False)
+
+    name = "ram"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cadence", Cadence.of(self.every))
+        if self.copies != 1:
+            raise StateError(f"Ram(copies={self.copies!r}): this version keeps one copy, in the node's own memory")
+        if not isinstance(self.slots, int) or self.slots < 2:
+            raise StateError(f"Ram(slots={self.slots!r}): it takes at least 2, the newest complete step and the next")
+        if self.on_full not in ("overtake", "wait", "skip"):
+            raise StateError(f"Ram(on_full={self.on_full!r}) is not one of 'overtake', 'wait', 'skip'")
+        if self.budget is not None and not self.budget > 0:
+            raise StateError(f"Ram(budget={self.budget!r}): it takes bytes, or a fraction of the machine's memory")
+        if not self.idle >= 0 or not self.drain_deadline > 0:
+            raise StateError(f"Ram(idle={self.idle!r}, drain_deadline={self.drain_deadline!r}): both are seconds")
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes on this machine."""
+        given = AGENT_BUDGET if self.budget is None else self.budget
+        return int(given * memory()) if isinstance(given, float) and given <= 1 else int(given)
+
+
+Tier = Ram | Disk
+
+
 def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Keyword arguments of ``Checkpointer`` from a TOML file.
 
-    Top-level keys are arguments; each ``[[tiers]]`` table is one tier, its ``tier`` key says which (``"disk"``).
+    Top-level keys are arguments; each ``[[tiers]]`` table is one tier, its ``tier`` key says which (``"ram"``, ``"disk"``).
 
     Raises:
         StateError: the file cannot be read, or has a key that does not exist.
@@ -184,13 +269,16 @@ def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return table
 
 
-def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Disk:
+_TIERS: dict[str, type[Ram] | type[Disk]] = {"ram": Ram, "disk": Disk}
+
+
+def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Tier:
     entry = dict(entry)
     kind = entry.pop("tier", None)
-    if kind != "disk":
+    if kind not in _TIERS:
         said = "no key tier" if kind is None else f"tier = {kind!r}"
-        raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk"')
+        raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
     try:
-        return Disk(**entry)
+        return _TIERS[kind](**entry)
     except TypeError as error:
-        raise StateError(f"{os.fspath(path)}: [[tiers]] disk: {error}") from error
+        raise StateError(f"{os.fspath(path)}: [[tiers]] {kind}: {error}") from error

@@ -10,16 +10,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from tierckpt import errors
+from tierckpt import config, errors
 from tierckpt.config import ANSWER_SECONDS
 from tierckpt.errors import LostContactError, StateError, TierckptError
 
@@ -52,7 +49,7 @@ class Group:
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._meet()
-        nodes = self.exchange(_node().encode())
+        nodes = self.exchange(config.node().encode())
         first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
         self.node_of = [first[node] for node in nodes]
         self.leaders = sorted(set(self.node_of))
@@ -253,18 +250,6 @@ def _distributed() -> Any:
     except ImportError:
         return None
     return dist if dist.is_available() else None
-
-
-def _node() -> str:
-    """What tells this machine from others: ``TIERCKPT_NODE``, else its name and the identity of its kernel."""
-    given = os.environ.get("TIERCKPT_NODE")
-    if given:
-        return given
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
 
 
 def _error_to_json(error: Exception) -> bytes:

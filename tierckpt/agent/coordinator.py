@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tierckpt.agent.roots import Nodes, one_root, spread_begin
+from tierckpt.agent.roots import Nodes, Roots, one_root, spread_begin
 from tierckpt.config import FREE_MARGIN, Retention
 from tierckpt.errors import (
     FencedError,
@@ -57,6 +57,8 @@ class Coordinator:
     ) -> None:
         self.place, self.generation = place, 0
         self.run = run or ""
+        #: Generation and step that this generation continues.
+        self.origin: tuple[int, int] | None = None
         self._given_key, self._trusted, self._expect_head = key, trusted, expect_head
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
@@ -109,7 +111,9 @@ class Coordinator:
         # The folder of this moment: a last word at the end of the process goes to the same place.
         self._pins = trust.Pins.load(store.run).path.parent.parent
         trust.remember(store.chain, store.url, trusted=self._trusted)
-        return json.dumps({"run": store.run, "generation": self.generation}).encode()
+        origin = store.chain.begins[self.generation].origin
+        self.origin = None if origin is None else (origin.generation, origin.step)
+        return json.dumps({"run": store.run, "generation": self.generation, "origin": self.origin}).encode()
 
     def _begin_link(self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]) -> Link | None:
         """None when somebody else has just begun the chain with another key: ours has to be introduced to it first."""
@@ -117,10 +121,52 @@ class Coordinator:
             return None
         return chain.begin(store=self.store.info.digest, origin=choose(chain))
 
+    def resume(self, generation: int, *, since: int | None = None, keys: frozenset[str] = frozenset()) -> None:
+        """Go on with a generation that has begun, to commit what it has left. Where it can sign.
+
+        Args:
+            since: number of links that were believed before; None: all that there are, which the caller believes.
+            keys: that may sign.
+
+        Raises:
+            FencedError: a newer one has begun.
+        """
+        store = self._store = Store.open(self.place)
+        store.must_hold(self.run)
+        store.must_be_current(generation)
+        self.run, self.generation = store.run, generation
+        key = self._key = trust.signing_key(store.run, self._given_key)
+        if since is None:
+            since, keys = len(store.chain.links), frozenset(store.chain.keys)
+        self._believed = since, keys | {key.public}
+        self._told = len(store.chain.links)
+        # Other steps of this generation may be on their way; the next start cleans up.
+        self._littered = False
+
+    def resume_all(self, generation: int, nodes: Nodes, roots: Roots) -> None:
+        """:meth:`resume` in every root; rank 0 signs. Collective."""
+
+        def part() -> bytes:
+            if nodes.rank == 0:
+                self.resume(generation)
+            elif nodes.rank in roots.leaders:
+                self._store = Store.open(self.place)
+            return b""
+
+        nodes.vote(f"going on with generation {generation} at {self.place.url}", part)
+        self.generation, self.roots, self._littered = generation, roots, False
+
+    @property
+    def signing(self) -> tuple[str, int, list[str]]:
+        """The private key (hex), how many links are believed, and the keys that may sign: for rank 0's agent."""
+        assert self._key is not None
+        return self._key.secret(), self._believed[0], sorted(self._believed[1])
+
     def follow(self, told: bytes, nodes: Nodes) -> None:
         """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
+        self.origin = None if said["origin"] is None else tuple(said["origin"])
         self.roots, self._store = spread_begin(nodes, self.place, self._store)
         self._told = len(self._store.chain.links) if self._store is not None else 0
 
@@ -228,6 +274,11 @@ class Coordinator:
             except FencedError as error:
                 return str(error)
         return ""
+
+    def committed(self, step: int) -> Manifest | None:
+        """The manifest of a step of this generation, if the chain that was last read has it."""
+        found = self._store.chain.committed.get((self.generation, step)) if self._store is not None else None
+        return None if found is None else self.store.manifest(CheckpointRef(self.generation, step, found))
 
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""

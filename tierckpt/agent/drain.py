@@ -10,21 +10,17 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
+from tierckpt.agent.writing import OwnWriter, Shard, Title, Writer
 from tierckpt.errors import FencedError, LostContactError, StoreError
-from tierckpt.format import paths
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
-from tierckpt.format.receipt import Receipt
 from tierckpt.telling import warn
-from tierckpt.tiers.chunks import retried, write_shard
-from tierckpt.tiers.pipeline import Source
-from tierckpt.tiers.store import put
 
 
 class Ranks(Protocol):
@@ -36,39 +32,17 @@ class Ranks(Protocol):
     def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]: ...
 
 
-@dataclass
-class Shard:
-    """What one rank saves of one step.
-
-    Attributes:
-        source: its bytes; None when this rank writes nothing.
-        header_size: bytes of the safetensors header in front.
-        header_digest: of these.
-        layout_hash, layout: hex, and the layout file.
-        total: bytes that all ranks together are about to write, roughly.
-        metadata: the user's, as an encoded value; rank 0's counts.
-    """
-
-    source: Source | None
-    header_size: int
-    header_digest: str
-    layout_hash: str
-    layout: bytes
-    total: int
-    metadata: Any
-
-
 class Staged(Protocol):
     """What a rank has staged, or is staging (see :class:`tierckpt.snapshot.staging.Staging`)."""
 
     def ready(self) -> bytes:
         """Wait until all is there; what the other ranks have to know of it."""
 
-    def settle(self, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
+    def settle(self, ranks: Any, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, given what all ranks said, and a line for each replica that differs. Collective."""
 
-    def release(self) -> None:
-        """Give back what it takes; it is not needed any more."""
+    def release(self, durable: bool) -> None:
+        """Nothing more is written of it; ``durable``: it is committed."""
 
     @property
     def waited(self) -> float:
@@ -76,11 +50,52 @@ class Staged(Protocol):
 
 
 @dataclass
-class _Job:
+class Job:
+    """A step on its way down.
+
+    Attributes:
+        staged: this rank's part, or why it has none: the save then fails on all ranks.
+        shard: what is to be written of it, once all ranks know what they have staged.
+        due: whether the step is due on the disk.
+        offered: this rank has told the others that it is about to write it.
+        withheld: the ranks are just deciding whether a newer step takes its place.
+        overtaken: they have decided so.
+    """
+
     step: int
     pinned: bool
     staged: Staged | BaseException
     handle: Handle
+    due: bool = True
+    shard: Shard | None = None
+    offered: bool = False
+    withheld: bool = False
+    overtaken: bool = False
+
+    def release(self, durable: bool) -> None:
+        """Nothing more is written of it."""
+        if not isinstance(self.staged, BaseException):
+            self.staged.release(durable)
+
+    def ready(self) -> bytes:
+        """Wait until this rank has staged its part; what the others have to know of it.
+
+        Raises:
+            Why it has none.
+        """
+        if isinstance(self.staged, BaseException):
+            raise self.staged
+        found = self.staged.ready()
+        self.handle.timings["fence"] = self.staged.waited
+        return found
+
+    def settle(self, ranks: Any, what: str, told: Sequence[bytes]) -> Shard:
+        """Find out what is to be written, and tell of replicas that differ. Collective."""
+        assert not isinstance(self.staged, BaseException)
+        self.shard, lines = self.staged.settle(ranks, what, told)
+        if lines:
+            warn(f"step {self.step}: {disagreement(lines)}")
+        return self.shard
 
 
 class Drain:
@@ -91,16 +106,24 @@ class Drain:
 
     def __init__(self, ranks: Ranks, coordinator: Coordinator) -> None:
         self._ranks, self._coordinator = ranks, coordinator
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        #: Who writes the shards. Changed only while nothing is queued.
+        self.writer: Writer = OwnWriter()
+        #: Whether a queued step may be overtaken.
+        self.overtakes = False
+        self.pending: list[Job] = []
+        self.turn = threading.Condition()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, step: int, staged: Staged | BaseException, handle: Handle, *, pinned: bool) -> None:
-        """Hand over a staged shard, or the reason why this rank has none: the save then fails on all ranks."""
+    def put(self, job: Job) -> None:
+        """Hand over a step."""
         if self._thread is None:
             # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends.
             self._thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
             self._thread.start()
-        self._queue.put(_Job(step, pinned, staged, handle))
+        with self.turn:
+            self.pending.append(job)
+        self._queue.put(job)
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""
@@ -116,119 +139,132 @@ class Drain:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                info = self._drain(job)
+                info = self._drain(job) if not self.overtakes or self._offer(job) else None
             except BaseException as error:
-                job.handle._finish(None, error)
+                self._end(job, None, error)
             else:
-                job.handle._finish(info)
-            finally:
-                if not isinstance(job.staged, BaseException):
-                    job.staged.release()
-                del job
+                if info is not None:
+                    self._end(job, info, None)
+            del job
 
-    def _drain(self, job: _Job) -> SaveInfo:
+    def _end(self, job: Job, info: SaveInfo | None, error: BaseException | None) -> None:
+        with self.turn:
+            self.pending = [other for other in self.pending if other is not job]
+        try:
+            job.release(info is not None)
+        finally:
+            job.handle._finish(info, error)
+
+    def _offer(self, job: Job) -> bool:
+        """Whether the step is still to be written; the ranks decide, since some may know later that it is overtaken."""
+        with self.turn:
+            self.turn.wait_for(lambda: not job.withheld)
+            job.offered = True
+            mine = b"" if not job.overtaken else b"overtaken"
+        return not any(self._ranks.vote(f"the turn of step {job.step}", lambda: mine, tag=job.step))
+
+    def overtake(self, job: Job, by: Job) -> None:
+        """A newer step takes its place: every rank decides the same, before any has begun to write it."""
+        with self.turn:
+            job.overtaken = True
+            self.pending = [other for other in self.pending if other is not job]
+        why = f"step {job.step} was overtaken by step {by.step} before its turn at tier 'disk' came"
+        try:
+            job.release(False)
+        finally:
+            job.handle._skip("disk", why)
+            job.handle._finish(None)
+
+    def _drain(self, job: Job) -> SaveInfo:
         what = f"the save of step {job.step}"
         began = time.perf_counter()
         try:
-            told = self._ranks.vote(what, lambda: _ready(job), tag=job.step)
-            assert not isinstance(job.staged, BaseException)
-            shard, disagreements = job.staged.settle(what, told)
+            shard = job.shard
+            if shard is None:
+                shard = job.settle(self._ranks, what, self._ranks.vote(what, job.ready, tag=job.step))
             entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
             manifest = self._manifest(job, entries)
         except LostContactError:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
             raise
         except BaseException as error:
+            told = json.loads(self._ranks.vote(what, lambda: self._look(job.step))[0])
+            if "manifest" in told:
+                # An agent that was told to end, say, has committed it on its own.
+                ready = Manifest.decode(told["manifest"].encode(), what=f"the manifest of step {job.step}")
+                return _info(ready, told["head"])
             # Every rank removes its own; nobody writes any more once the vote is over.
             self._coordinator.discard(job.step, self._ranks.rank)
             # A newer generation removes what older ones have not finished: then this is why.
-            fenced = self._ranks.vote(what, lambda: self._coordinator.fenced().encode())[0].decode()
-            if fenced:
-                raise FencedError(fenced) from error
+            if told["fenced"]:
+                raise FencedError(told["fenced"]) from error
             raise
         written = time.perf_counter()
-        commit = self._commit(what, manifest, shard.layout, pinned=job.pinned)
+        told = self._commit(what, manifest, shard.layout, pinned=job.pinned)
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
-        head = commit["head"]
-        for problem in (commit["problem"], disagreements and f"step {job.step}: {disagreement(disagreements)}"):
-            if problem:
-                warn(problem)
-        size = sum(shard.size for shard in manifest.shards)
-        return SaveInfo(
-            job.step, manifest.generation, manifest.id, head, size, manifest.world, _plain(manifest.metadata)
-        )
+        head = told["head"]
+        if told["problem"]:
+            warn(told["problem"])
+        return _info(manifest, head)
+
+    def _look(self, step: int) -> bytes:
+        """What rank 0's chain says of a step that failed here."""
+        if self._ranks.rank:
+            return b"{}"
+        fenced = self._coordinator.fenced()
+        manifest = self._coordinator.committed(step)
+        if manifest is None:
+            return json.dumps({"fenced": fenced}).encode()
+        head = self._coordinator.store.chain.links[-1].digest
+        return json.dumps({"manifest": manifest.encode().decode(), "head": head}).encode()
 
     def _commit(self, what: str, manifest: Manifest, layout: bytes, *, pinned: bool) -> dict[str, Any]:
-        """Rank 0 publishes; with several roots the others first get the documents, then the links."""
-        coordinator, rank = self._coordinator, self._ranks.rank
-        others = coordinator.roots.leaders[1:]
-        if others:
-            self._ranks.vote(what, lambda: coordinator.keep_documents(manifest, layout) if rank in others else b"")
+        return publish(self._ranks, self._coordinator, what, manifest, layout, pinned=pinned)
 
-        def publish() -> bytes:
-            return coordinator.commit(manifest, layout, pinned=pinned) if rank == 0 else b""
-
-        told = self._ranks.vote(what, publish)[0]
-        if others:
-            self._ranks.vote(what, lambda: coordinator.adopt(told) if rank in others else b"")
-        found: dict[str, Any] = json.loads(told)
-        return found
-
-    def _write(self, job: _Job, shard: Shard) -> bytes:
+    def _write(self, job: Job, shard: Shard) -> bytes:
         """Make this rank's shard and then its receipt durable."""
-        place = self._coordinator.place
-        self._coordinator.room_for(shard.total, job.step, self._ranks.rank)
-        if shard.source is None:
-            return b""
-        generation, rank = self._coordinator.generation, self._ranks.rank
-        name = paths.shard(generation, job.step, rank)
-        chunks = write_shard(place, name, shard.source)
-        receipt = Receipt(
-            run=self._coordinator.run,
-            generation=generation,
-            step=job.step,
-            rank=rank,
-            world=self._ranks.size,
-            layout=shard.layout_hash,
-            size=shard.source.size,
-            header_size=shard.header_size,
-            header_digest=shard.header_digest,
-            chunks=chunks,
-            metadata=shard.metadata if rank == 0 else None,
-        )
-        data = receipt.encode()
+        coordinator, rank = self._coordinator, self._ranks.rank
+        coordinator.room_for(shard.total, job.step, rank)
+        title = Title(coordinator.run, coordinator.generation, job.step, rank, self._ranks.size)
+        return self.writer.write(coordinator.place, title, shard)
 
-        def told() -> bytes:
-            put(place, paths.receipt(generation, job.step, rank), data)
-            return b""
-
-        retried(told)
-        return json.dumps([receipt.size, receipt.shard_digest, shard.layout_hash, receipt.metadata]).encode()
-
-    def _manifest(self, job: _Job, entries: list[bytes]) -> Manifest:
-        told = [(rank, *json.loads(entry)) for rank, entry in enumerate(entries) if entry]
-        if not told or told[0][0] != 0:
-            raise StoreError(f"step {job.step}: rank 0 wrote no shard")
-        layouts = {entry[3] for entry in told}
-        if len(layouts) != 1:
-            raise StoreError(f"step {job.step}: ranks wrote for different layouts")
-        return Manifest(
-            run=self._coordinator.run,
-            generation=self._coordinator.generation,
-            step=job.step,
-            world=self._ranks.size,
-            layout=layouts.pop(),
-            metadata=told[0][4],
-            shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
-        )
+    def _manifest(self, job: Job, entries: list[bytes]) -> Manifest:
+        title = Title(self._coordinator.run, self._coordinator.generation, job.step, 0, self._ranks.size)
+        return manifest_of(title, dict(enumerate(entries)))
 
 
-def _ready(job: _Job) -> bytes:
-    if isinstance(job.staged, BaseException):
-        raise job.staged
-    found = job.staged.ready()
-    job.handle.timings["fence"] = job.staged.waited
+def manifest_of(title: Title, entries: Mapping[int, bytes]) -> Manifest:
+    """The manifest of a step of which the ranks have said what they wrote."""
+    told = [(rank, *json.loads(entry)) for rank, entry in sorted(entries.items()) if entry]
+    if not told or told[0][0] != 0:
+        raise StoreError(f"step {title.step}: rank 0 wrote no shard")
+    layouts = {entry[3] for entry in told}
+    if len(layouts) != 1:
+        raise StoreError(f"step {title.step}: ranks wrote for different layouts")
+    return Manifest(
+        run=title.run,
+        generation=title.generation,
+        step=title.step,
+        world=title.world,
+        layout=layouts.pop(),
+        metadata=told[0][4],
+        shards=tuple(ShardRef(rank, size, digest) for rank, size, digest, _, _ in told),
+    )
+
+
+def publish(
+    ranks: Ranks, coordinator: Coordinator, what: str, manifest: Manifest, layout: bytes, *, pinned: bool
+) -> dict[str, Any]:
+    """Rank 0 commits; with several roots the others first get the documents, then the links. Collective."""
+    rank = ranks.rank
+    others = coordinator.roots.leaders[1:]
+    if others:
+        ranks.vote(what, lambda: coordinator.keep_documents(manifest, layout) if rank in others else b"")
+    told = ranks.vote(what, lambda: coordinator.commit(manifest, layout, pinned=pinned) if rank == 0 else b"")[0]
+    if others:
+        ranks.vote(what, lambda: coordinator.adopt(told) if rank in others else b"")
+    found: dict[str, Any] = json.loads(told)
     return found
 
 
@@ -242,6 +278,12 @@ def disagreement(lines: Sequence[str]) -> str:
 def header_digest(header: bytes) -> str:
     """The digest that a receipt gives of a shard's header."""
     return derive("header", header).hex()
+
+
+def _info(manifest: Manifest, head: str) -> SaveInfo:
+    size = sum(shard.size for shard in manifest.shards)
+    metadata = _plain(manifest.metadata)
+    return SaveInfo(manifest.step, manifest.generation, manifest.id, head, size, manifest.world, metadata)
 
 
 def _plain(metadata: Any) -> Any:

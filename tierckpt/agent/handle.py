@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,18 @@ class Handle:
         timings: seconds by part: ``stall`` (the training loop stood still), ``copy``, ``write``, ``commit``.
     """
 
-    def __init__(self, step: int, tier: str, *, due: bool = True) -> None:
+    def __init__(self, step: int, tiers: Sequence[str], due: Collection[str]) -> None:
+        """``tiers``: those of this run, from the nearest down; ``due``: those that the step is due at."""
         self.step = step
         self.error: BaseException | None = None
         self.timings: dict[str, float] = {}
-        self._tier, self._due = tier, due
+        self._tiers = tuple(tiers)
+        self._due = tuple(tier for tier in tiers if tier in due)
         self._info: SaveInfo | None = None
+        #: Tiers that the step is at, and why it will never be at others.
+        self._at: set[str] = set()
+        self._skipped = {tier: f"step {step} is not due at tier {tier!r}" for tier in tiers if tier not in due}
+        self._change = threading.Condition()
         self._staged, self._ended = threading.Event(), threading.Event()
         self._began = time.perf_counter()
         #: Whether somebody has been told of the error.
@@ -55,13 +62,23 @@ class Handle:
         #: What must live until the save has ended.
         self._owner: object = None
         self._pid = os.getpid()
-        if not due:
+        if not self._due:
             self._staged.set()
             self._ended.set()
 
     def __repr__(self) -> str:
-        state = "failed" if self.error else "skipped" if not self._due else "done" if self._info else "under way"
+        if self.error:
+            state = "failed"
+        elif not self._ended.is_set():
+            state = "under way"
+        else:
+            state = "done" if self._at else "skipped"
         return f"<save of step {self.step}: {state}>"
+
+    @property
+    def due(self) -> tuple[str, ...]:
+        """The tiers at which the step is due, from the nearest down."""
+        return self._due
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the state has been copied: from then on it may change.
@@ -70,36 +87,53 @@ class Handle:
             TimeoutError: not within ``timeout`` seconds.
             TierckptError: the save has failed.
         """
-        self._wait(self._staged, timeout)
+        self._must_be_ours(self._staged.is_set())
+        if not self._staged.wait(timeout):
+            raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
+        self._raise()
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> SaveInfo | None:
         """Wait until the step is at ``tier``, by default the deepest that is due for it; None when none is due.
 
+        Returns:
+            What is durable; None for a tier of memory.
+
         Raises:
-            SkippedError: this step is not due at ``tier`` and will never be there.
+            SkippedError: this step was not due at ``tier``, or overtaken by a newer one, and will never be there.
             TimeoutError: not within ``timeout`` seconds.
             TierckptError: the save has failed.
         """
-        if tier is not None and tier != self._tier:
-            raise StateError(f"there is no tier {tier!r} here; this run has: {self._tier}")
-        if not self._due:
-            if tier is None:
+        if tier is not None and tier not in self._tiers:
+            raise StateError(f"there is no tier {tier!r} here; this run has: {', '.join(self._tiers)}")
+        if tier is None:
+            if not self._due:
                 return None
-            raise SkippedError(f"step {self.step} is not due at tier {tier!r}")
-        self._wait(self._ended, timeout)
-        return self._info
+            tier = self._due[-1]
+        self._must_be_ours(self._over(tier))
+        with self._change:
+            if not self._change.wait_for(lambda: self._over(tier), timeout):
+                raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
+        if tier in self._at:
+            return self._info if tier == self._tiers[-1] else None
+        if tier in self._skipped:
+            raise SkippedError(self._skipped[tier])
+        self._raise()
+        raise StateError(f"step {self.step} ended before it was at tier {tier!r}")
 
     def done(self, tier: str | None = None) -> bool:
         """Whether the step is at ``tier`` (by default the deepest that is due)."""
-        if tier is not None and tier != self._tier:
-            return False
-        return self._ended.is_set() and self.error is None and (self._due or tier is None)
+        if tier is None:
+            return not self._due or self._due[-1] in self._at
+        return tier in self._at
 
-    def _wait(self, event: threading.Event, timeout: float | None) -> None:
-        if self._pid != os.getpid() and not event.is_set():
+    def _over(self, tier: str) -> bool:
+        return tier in self._at or tier in self._skipped or self._ended.is_set()
+
+    def _must_be_ours(self, over: bool) -> None:
+        if self._pid != os.getpid() and not over:
             raise StateError(f"step {self.step} is being saved by the process that this one was forked from")
-        if not event.wait(timeout):
-            raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
+
+    def _raise(self) -> None:
         if self.error is not None:
             self._told = True
             raise _again(self.error)
@@ -107,14 +141,31 @@ class Handle:
     def _set_staged(self) -> None:
         self._staged.set()
 
+    def _reach(self, tier: str) -> None:
+        """The step is at a tier of memory."""
+        with self._change:
+            self._at.add(tier)
+            self._change.notify_all()
+
+    def _skip(self, tier: str, why: str) -> None:
+        """The step will never be at ``tier``."""
+        with self._change:
+            self._skipped.setdefault(tier, why)
+            self._change.notify_all()
+
     def _finish(self, info: SaveInfo | None, error: BaseException | None = None) -> None:
+        """Nothing more happens: the step is at all tiers where it is due and was not skipped, or has failed."""
         if self._ended.is_set():
             return
         self._info, self.error = info, error
         self._owner = None
         self.timings["total"] = time.perf_counter() - self._began
         self._staged.set()
-        self._ended.set()
+        with self._change:
+            if error is None:
+                self._at.update(tier for tier in self._due if tier not in self._skipped)
+            self._ended.set()
+            self._change.notify_all()
 
 
 def _again(error: BaseException) -> BaseException:

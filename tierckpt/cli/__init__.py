@@ -24,7 +24,20 @@ from tierckpt.errors import TierckptError
 __all__ = ["main"]
 
 #: In the order of the help; ``tierckpt.cli.<name>.command`` is the command.
-COMMANDS = ("verify", "ls", "inspect", "diff", "explain", "export", "prune", "keygen", "demo", "bench")
+COMMANDS = (
+    "verify",
+    "ls",
+    "inspect",
+    "diff",
+    "explain",
+    "export",
+    "prune",
+    "keygen",
+    "agent",
+    "status",
+    "demo",
+    "bench",
+)
 
 CANNOT_RUN = 2
 INTERRUPTED = 130

@@ -67,6 +67,17 @@ class SigningKey:
         )
         _write_new(path, pem, 0o666)
 
+    def secret(self) -> str:
+        """The private key, 64 hex digits: for memory and local sockets, never to be stored."""
+        return self._private.private_bytes_raw().hex()
+
+    @staticmethod
+    def from_secret(secret: str) -> SigningKey:
+        """The key that :meth:`secret` gave."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return SigningKey(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret)))
+
     def sign(self, data: bytes) -> bytes:
         """The signature of ``data``, 64 bytes; always the same for the same data."""
         return self._private.sign(data)

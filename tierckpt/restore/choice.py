@@ -23,6 +23,9 @@ class Choice:
         head: digest of the newest link.
         refs: checkpoints to try, best first.
         skipped: why others were left out.
+        generation: the newest of the chain.
+        last: the highest step that this generation ever committed; −1: none.
+        problem: why there is nothing to try, if so.
         source: a rank whose root has this chain, and so the documents of these checkpoints.
     """
 
@@ -30,16 +33,20 @@ class Choice:
     head: str
     refs: Sequence[CheckpointRef]
     skipped: Sequence[str]
+    generation: int
+    last: int = -1
+    problem: str = ""
     source: int = 0
 
     def encode(self) -> bytes:
         refs = [[ref.generation, ref.step, ref.id] for ref in self.refs]
-        return json.dumps([self.run, self.head, refs, list(self.skipped)]).encode()
+        told = [self.run, self.head, refs, list(self.skipped), self.generation, self.last, self.problem]
+        return json.dumps(told).encode()
 
     @classmethod
     def decode(cls, data: bytes, source: int) -> Choice:
-        run, head, refs, skipped = json.loads(data)
-        return cls(run, head, [CheckpointRef(*ref) for ref in refs], skipped, source)
+        run, head, refs, skipped, generation, last, problem = json.loads(data)
+        return cls(run, head, [CheckpointRef(*ref) for ref in refs], skipped, generation, last, problem, source)
 
 
 def choose(
@@ -52,12 +59,15 @@ def choose(
     max_restarts: int | None = None,
     may_be_empty: bool = False,
 ) -> Choice | None:
-    """What to restore; None when nothing was ever committed and that ``may_be_empty``. Collective.
+    """What to restore; None when there is no store and that ``may_be_empty``. Collective.
+
+    There may be nothing to try: something may still be in memory. ``may_be_empty``, an empty ``problem`` says that nothing
+    was ever committed, and that this is no fault.
 
     With node-local roots each node has a chain; the longest of the highest generation is followed.
 
     Raises:
-        IncompleteError: there is nothing to restore.
+        IncompleteError: there is no store.
         UntrustedError, IntegrityError: the chain is broken, or not to be believed.
     """
     what = f"the choice of a checkpoint in {place.url}"
@@ -77,16 +87,24 @@ def choose(
         store = opened[0]
         store.must_hold(run)
         believe(store)
-        if may_be_empty and not store.chain.committed:
-            return b"null"
-        refs, left_out = candidates(store, step=step, max_restarts=max_restarts)
-        assert store.chain.head is not None
+        chain = store.chain
+        refs: list[CheckpointRef] = []
+        left_out: list[str] = []
+        problem = ""
+        try:
+            if chain.committed or not may_be_empty:
+                refs, left_out = candidates(store, step=step, max_restarts=max_restarts)
+        except IncompleteError as error:
+            problem = str(error)
+        assert chain.head is not None
+        last = max((step for generation, step in chain.committed if generation == chain.generation), default=-1)
         diverged = [
             f"rank {rank}: its root has another history, which ends with {digest}; it is not followed"
             for rank, digest in head.others
             if digest not in {link.digest for link in store.chain.links}
         ]
-        return Choice(store.run, store.chain.head.digest, refs, [*left_out, *diverged]).encode()
+        told = Choice(store.run, chain.head.digest, refs, [*left_out, *diverged], chain.generation, last, problem)
+        return told.encode()
 
     told = group.vote(what, part)[head.rank]
     return None if told == b"null" else Choice.decode(told, head.rank)

@@ -29,6 +29,7 @@ from tierckpt.restore.attempt import (
     torch_dtype,
 )
 from tierckpt.restore.choice import choose
+from tierckpt.restore.held import Candidate, all_candidates, memories
 from tierckpt.restore.plan import Wanted, plan
 from tierckpt.restore.shards import Shards
 from tierckpt.snapshot import fence
@@ -52,6 +53,7 @@ class LoadInfo:
     Attributes:
         step, generation, id: which checkpoint; id is the hex digest of its manifest.
         world: ranks that saved it.
+        run: of the store.
         metadata: as passed to ``save``.
         head: hex digest of the chain's newest link when it was read.
         sources: where the bytes came from, ``{tier: bytes read by this rank}``.
@@ -66,6 +68,7 @@ class LoadInfo:
     id: str
     world: int
     head: str
+    run: str = ""
     metadata: Any = None
     sources: Mapping[str, int] = field(default_factory=dict)
     skipped: Sequence[str] = ()
@@ -111,54 +114,61 @@ def load(
     )
     if choice is None:
         return None
-    store = Store.bare(place, choice.run)
-    passed = _Passed(list(choice.skipped))
-    for ref in choice.refs:
-        try:
-            attempt = Attempt(
-                group,
-                store,
-                ref,
-                state,
-                source=choice.source,
-                keys=keys,
-                strict=strict,
-                cast=cast,
-                staged=staged,
-                mapping=mapping,
-                named=step is not None,
+    with memories(group, place, choice.run, timeout=group.timeout) as held:
+        tries = all_candidates(choice, held, place, step)
+        if not tries:
+            if choice.problem:
+                raise IncompleteError(choice.problem)
+            return None
+        passed = _Passed(list(choice.skipped))
+        for one in tries:
+            ref = one.ref
+            try:
+                attempt = Attempt(
+                    group,
+                    one.store,
+                    ref,
+                    state,
+                    source=one.source,
+                    keys=keys,
+                    strict=strict,
+                    cast=cast,
+                    staged=staged,
+                    mapping=mapping,
+                    named=step is not None,
+                )
+                attempt.fit()
+                passed.cover(group, attempt)
+                passed.touched = passed.touched or not staged
+                attempt.fetch()
+            except _FALL_BACK as error:
+                if _is_last(one, tries, older=fallback and step is None):
+                    raise
+                passed.over(ref, error)
+                continue
+            except LayoutError as error:
+                # The first one that does not fit is the caller's mistake; after a failure it is one more that cannot be used.
+                if not passed.errors:
+                    raise
+                passed.over(ref, error)
+                continue
+            attempt.finish()
+            passed.warn(place)
+            return LoadInfo(
+                step=ref.step,
+                generation=ref.generation,
+                id=ref.id,
+                world=attempt.manifest.world,
+                head=choice.head,
+                run=choice.run,
+                metadata=decode_metadata(attempt.manifest),
+                sources={one.tier: attempt.bytes_read},
+                skipped=tuple(passed.lines),
+                untouched=tuple(attempt.untouched()),
+                ignored=tuple(attempt.ignored),
+                seconds=time.perf_counter() - began,
             )
-            attempt.fit()
-            passed.cover(group, attempt)
-            passed.touched = passed.touched or not staged
-            attempt.fetch()
-        except _FALL_BACK as error:
-            if not fallback or step is not None:
-                raise
-            passed.over(ref, error)
-            continue
-        except LayoutError as error:
-            # The first one that does not fit is the caller's mistake; after a failure it is one more that cannot be used.
-            if not passed.errors:
-                raise
-            passed.over(ref, error)
-            continue
-        attempt.finish()
-        passed.warn(place)
-        return LoadInfo(
-            step=ref.step,
-            generation=ref.generation,
-            id=ref.id,
-            world=attempt.manifest.world,
-            head=choice.head,
-            metadata=decode_metadata(attempt.manifest),
-            sources={"disk": attempt.bytes_read},
-            skipped=tuple(passed.lines),
-            untouched=tuple(attempt.untouched()),
-            ignored=tuple(attempt.ignored),
-            seconds=time.perf_counter() - began,
-        )
-    raise passed.error(place)
+        raise passed.error(place)
 
 
 @dataclass
@@ -222,19 +232,27 @@ def read(
     group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
-    store = Store.bare(place, choice.run)
-    passed = _Passed(list(choice.skipped))
-    for ref in choice.refs:
-        try:
-            found = _read(group, store, ref, keys, choice.source, mapping, named=step is not None)
-        except _FALL_BACK as error:
-            if not fallback or step is not None:
-                raise
-            passed.over(ref, error)
-            continue
-        passed.warn(place)
-        return found
-    raise passed.error(place)
+    with memories(group, place, choice.run, timeout=group.timeout) as held:
+        tries = all_candidates(choice, held, place, step)
+        if not tries:
+            raise IncompleteError(choice.problem)
+        passed = _Passed(list(choice.skipped))
+        for one in tries:
+            try:
+                found = _read(group, one.store, one.ref, keys, one.source, mapping, named=step is not None)
+            except _FALL_BACK as error:
+                if _is_last(one, tries, older=fallback and step is None):
+                    raise
+                passed.over(one.ref, error)
+                continue
+            passed.warn(place)
+            return found
+        raise passed.error(place)
+
+
+def _is_last(one: Candidate, tries: Sequence[Candidate], *, older: bool) -> bool:
+    """Whether nothing else may be tried after ``one``: another copy of the same checkpoint always may, ``older`` ones too."""
+    return not older and not any(other.ref == one.ref for other in tries[tries.index(one) + 1 :])
 
 
 def _read(

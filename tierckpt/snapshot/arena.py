@@ -24,6 +24,28 @@ class Slot:
             arena._give_back(self.buffer)
 
 
+class OwnMemory:
+    """Where a step is kept in this process: nothing of it outlives that (see :class:`tierckpt.snapshot.staging.Memory`)."""
+
+    seals = False
+
+    def __init__(self, arena: Arena, timeout: float) -> None:
+        self._arena, self._timeout = arena, timeout
+
+    def acquire(self, size: int) -> Slot:
+        """A slot, once one is free."""
+        return self._arena.acquire(size, self._timeout)
+
+    def seal(self, slot: object, shard: object) -> None:
+        """Nobody else knows of it."""
+
+    def drop(self) -> None:
+        """Nobody else knows of it."""
+
+    def settled(self, durable: bool) -> None:
+        """Nobody else knows of it."""
+
+
 class Arena:
     """At most ``slots`` slots; a slot grows to the largest shard it has held and never shrinks.
 

@@ -12,6 +12,7 @@ from tierckpt import _native
 from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.state.plan import Split
 
 
@@ -38,14 +39,14 @@ class LiveSource:
         self._table.gather(self._pointers, lo, hi, data)
         return data
 
-    def stage(self, slot: Slot) -> SlotSource:
+    def stage(self, slot: Slot | RemoteSlot) -> SlotSource:
         """Copy everything into ``slot``; from then on the live memory may change."""
         self._table.gather(self._pointers, 0, self.size, memoryview(slot.buffer)[: self.size], COPY_THREADS)
         return SlotSource(slot, self.size)
 
     def stage_behind_fence(
         self,
-        slot: Slot,
+        slot: Slot | RemoteSlot,
         split: Split,
         tensors: Sequence[tuple[str, torch.Tensor]],
         optimizers: Sequence[torch.optim.Optimizer],
@@ -73,7 +74,7 @@ class LiveSource:
 class SlotSource:
     """A staged shard, or one that is being staged by ``copy``."""
 
-    def __init__(self, slot: Slot, size: int, copy: fence.Copy | None = None) -> None:
+    def __init__(self, slot: Slot | RemoteSlot, size: int, copy: fence.Copy | None = None) -> None:
         self.size = size
         self._data = memoryview(slot.buffer)
         self._copy = copy

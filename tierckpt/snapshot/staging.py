@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from tierckpt.agent.drain import Shard, disagreement, header_digest
+from tierckpt.agent.drain import disagreement, header_digest
+from tierckpt.agent.writing import Shard
 from tierckpt.errors import StateError
 from tierckpt.format.canonical import JSON
 from tierckpt.format.layout import Layout
 from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.snapshot.stager import LiveSource, SlotSource
 from tierckpt.state.layout import local
 from tierckpt.state.plan import WritePlan
@@ -21,17 +23,47 @@ if TYPE_CHECKING:
     from tierckpt.group import Group
 
 
+AnySlot: TypeAlias = Slot | RemoteSlot
+
+
+class Memory(Protocol):
+    """Where one step of one rank is kept, in this process or in the node's agent."""
+
+    seals: bool
+    """Whether a sealed shard outlives this process."""
+
+    def acquire(self, size: int) -> AnySlot:
+        """A slot of at least so many bytes."""
+
+    def seal(self, slot: AnySlot | None, shard: Shard) -> None:
+        """The shard is complete in its slot; None: this rank writes nothing."""
+
+    def drop(self) -> None:
+        """What was sealed is of no use."""
+
+    def settled(self, durable: bool) -> None:
+        """Nothing more is written of what was sealed; ``durable``: it is committed."""
+
+
 class Staging:
     """Args:
-    channels: the ranks, for the thread of the drain.
+    memory: where slots are; None: the state is not copied, and stands still until the end.
     metadata: the user's, encoded.
     refuse: whether ranks that hold different replicas make the save fail.
     """
 
     def __init__(
-        self, planner: Planner, channels: Group, planned: Planned, prepared: Prepared, metadata: JSON, *, refuse: bool
+        self,
+        planner: Planner,
+        memory: Memory | None,
+        planned: Planned,
+        prepared: Prepared,
+        metadata: JSON,
+        *,
+        refuse: bool,
     ) -> None:
-        self._planner, self._channels, self._metadata, self._refuse = planner, channels, metadata, refuse
+        self._planner, self._memory, self._metadata, self._refuse = planner, memory, metadata, refuse
+        self._sealed = False
         self._layout, self._replicas, self._sample = planned.layout, planned.replicas, planned.sample
         self._plan, self._total = prepared.plan, prepared.total
         taken = planned.taken
@@ -39,26 +71,26 @@ class Staging:
         # What is live is let go of once it was copied.
         self._live: tuple[Planned, Prepared] | None = planned, prepared
         self._source: LiveSource | SlotSource | None = None
-        self._slot: Slot | None = None
+        self._slot: AnySlot | None = None
         if self._plan.header is not None:
             assert prepared.table is not None
             keep = [*prepared.keep, taken]
             self._source = LiveSource(prepared.table, prepared.pointers, self._plan.size, keep)
 
-    def stage(self, acquire: Callable[[int], Slot], done: Callable[[], None], *, overlap: bool) -> None:
+    def stage(self, done: Callable[[], None], *, overlap: bool) -> None:
         """Copy everything into a slot, so that the state may change.
 
         Args:
-            acquire: gives a slot of so many bytes.
             done: called once when all is there, from any thread.
             overlap: what only an optimizer's step changes may be copied after this has returned.
         """
         assert self._live is not None
+        assert self._memory is not None
         planned, prepared = self._live
         sample, split, flat = self._sample, prepared.split, planned.taken.flat
         source, self._live = self._source, None
         if isinstance(source, LiveSource):
-            slot = self._slot = acquire(source.size)
+            slot = self._slot = self._memory.acquire(source.size)
             if overlap and split is not None:
                 storages, tensors = flat.optimizer_storages, flat.tensors
                 if sample is not None:
@@ -85,11 +117,19 @@ class Staging:
         """
         if self._source is not None:
             self._source.ready()
+        if self._layout is not None:
+            # What was staged for a layout of this rank's own is of use only once all know of it.
+            self._seal(self._shard(self._plan, self._source))
         mine = offer(self._description, self._layout)
         summary = None if self._sample is None else self._sample.summary()
         return json.dumps([mine.layout, mine.description, summary]).encode()
 
-    def settle(self, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
+    def _seal(self, shard: Shard) -> None:
+        if self._memory is not None and self._memory.seals:
+            self._memory.seal(self._slot, shard)
+            self._sealed = True
+
+    def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, and a line for each replica that differs between ranks. Collective.
 
         Args:
@@ -102,52 +142,70 @@ class Staging:
         said = [json.loads(each) for each in told]
         offers = [Offer(layout, description) for layout, description, _ in said]
         if not settled(offers):
-            return self._recut(what, offers), []
+            return self._recut(ranks, what, offers), []
         lines: list[str] = []
         if self._replicas is not None:
             summaries = [summary for *_, summary in said]
-            lines = self._replicas.compare(self._channels, what, self._sample, summaries)
+            lines = self._replicas.compare(ranks, what, self._sample, summaries)
         if lines and self._refuse:
             raise StateError(disagreement(lines))
         return self._shard(self._plan, self._source), lines
 
-    def _recut(self, what: str, offers: Sequence[Offer]) -> Shard:
-        found = settle(self._channels, what, offers, self._description, self._planner.known)
+    def _recut(self, ranks: Group, what: str, offers: Sequence[Offer]) -> Shard:
+        found = settle(ranks, what, offers, self._description, self._planner.known)
         self._planner.adopt(self._description, found)
         made: list[Shard] = []
 
         def part() -> bytes:
-            made.append(self._cut(found.layout))
+            plan, source = self._cut(found.layout, ranks.rank)
+            memory = self._memory
+            made.append(self._shard(plan, source))
+            if memory is not None and memory.seals:
+                # Whoever holds sealed shards holds them as they are to be written.
+                before, self._slot = self._slot, None if source is None else memory.acquire(source.size)
+                self._source = None if source is None or self._slot is None else source.stage(self._slot)
+                if self._sealed:
+                    memory.drop()
+                elif before is not None:
+                    before.release()
+                self._seal(made[0])
             return b""
 
-        self._channels.vote(what, part)
+        ranks.vote(what, part)
         return made[0]
 
-    def _cut(self, layout: Layout) -> Shard:
+    def _cut(self, layout: Layout, rank: int) -> tuple[WritePlan, LiveSource | None]:
         """This rank's shard of another layout than the one it staged for."""
-        staged, rank = self._plan, self._channels.rank
+        staged = self._plan
         if self._live is not None:
             taken = self._live[0].taken  # the live state stands still
-            blob = self._values(layout)
+            blob = self._values(layout, rank)
             plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
             pointers, keep = plan.pointers(taken.flat.tensors, blob)
         else:
-            assert self._slot is not None
-            assert staged.header is not None
-            memory = memoryview(self._slot.buffer)[: staged.size]
-            plan, tensors, blob = Recut(staged.layout, rank, staged.header, memory, self._values).plan(layout)
-            pointers, keep = plan.pointers(tensors, blob)
-            keep.append(tensors)
+            header = staged.header
+            if header is None or self._slot is None:
+                # This rank had nothing to stage, so nothing is wanted of it but perhaps a layout's empty share.
+                blob = self._values(layout, rank)
+                plan = WritePlan(layout, rank, {}, None if blob is None else len(blob))
+                pointers, keep = plan.pointers({}, blob)
+            else:
+                memory = memoryview(self._slot.buffer)[: staged.size]
+                recut = Recut(staged.layout, rank, header, memory, lambda of: self._values(of, rank))
+                plan, tensors, blob = recut.plan(layout)
+                pointers, keep = plan.pointers(tensors, blob)
+                keep.append(tensors)
         source = None if plan.header is None else LiveSource(plan.table(), pointers, plan.size, keep)
-        return self._shard(plan, source)
+        return plan, source
 
-    def _values(self, layout: Layout) -> bytes | None:
-        return encode_values(layout, self._channels.rank, self._encoded, self._per_rank)
+    def _values(self, layout: Layout, rank: int) -> bytes | None:
+        return encode_values(layout, rank, self._encoded, self._per_rank)
 
     def _shard(self, plan: WritePlan, source: LiveSource | SlotSource | None) -> Shard:
         header = plan.header
         return Shard(
             source=source,
+            size=plan.size,
             header_size=header.header_size if header else 0,
             header_digest=header_digest(header.data) if header else "",
             layout_hash=plan.layout_hash,
@@ -156,9 +214,12 @@ class Staging:
             metadata=self._metadata,
         )
 
-    def release(self) -> None:
-        """Give the slot back."""
+    def release(self, durable: bool) -> None:
+        """Nothing more is written of it; ``durable``: it is committed."""
         slot, self._slot = self._slot, None
         self._source = self._live = self._sample = None
-        if slot is not None:
+        sealed, self._sealed = self._sealed, False
+        if sealed and self._memory is not None:
+            self._memory.settled(durable)
+        elif slot is not None:
             slot.release()

@@ -15,7 +15,7 @@ from tierckpt.format.digest import chunk_digest, chunk_range, derive
 from tierckpt.format.layout import Layout
 from tierckpt.format.receipt import Receipt
 from tierckpt.tiers.base import Place, Reader
-from tierckpt.tiers.pipeline import Pipeline, Source
+from tierckpt.tiers.pipeline import Pipeline, Source, TakeDigest, chunk_digest_of
 from tierckpt.tiers.workers import workers
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ PASSING = frozenset(
 )
 
 
-def write_shard(place: Place, name: str, source: Source, digests: bytes | None = None) -> bytes:
+def write_shard(place: Place, name: str, source: Source, digest: TakeDigest = chunk_digest_of) -> bytes:
     """Write a shard durably; its chunk digests, one after the other. Passing errors are retried.
 
     Args:
-        digests: those of the chunks, where they have been taken before; the bytes are not hashed again then.
+        digest: gives the digest of a chunk; one that was taken before is not taken again.
 
     Raises:
         StoreError: the place refused; what had been written is removed.
@@ -50,7 +50,7 @@ def write_shard(place: Place, name: str, source: Source, digests: bytes | None =
     def attempt() -> bytes:
         writer = place.writer(name, source.size)
         try:
-            found = Pipeline(writer, source, digests).run()
+            found = Pipeline(writer, source, digest).run()
             writer.commit()
         except BaseException:
             writer.abort()

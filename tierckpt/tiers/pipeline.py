@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from tierckpt import _native
-from tierckpt.format.digest import SIZE, chunk_count, chunk_digest, chunk_range
+from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
 from tierckpt.tiers.base import Writer
 from tierckpt.tiers.workers import Failure, workers
+
+#: The digest of chunk number ``index``, whose bytes are given: one that was taken before need not be taken again.
+TakeDigest: TypeAlias = Callable[[int, memoryview], bytes]
+
+
+def chunk_digest_of(index: int, data: memoryview) -> bytes:
+    """Takes the digest of a chunk, whichever it is."""
+    return chunk_digest(data)
 
 
 class Source(Protocol):
@@ -29,15 +38,12 @@ class Pipeline:
     threads that hash and then write would pause together, since the disk serves them together, and leave it idle.
 
     Args:
-        digests: those of all chunks, one after the other, if they are known; nothing is hashed then.
+        digest: gives the digest of a chunk; one that was taken before need not be taken again.
     """
 
-    def __init__(self, writer: Writer, source: Source, digests: bytes | None = None) -> None:
-        count = chunk_count(source.size)
-        if digests is not None and len(digests) != count * SIZE:
-            raise ValueError(f"{len(digests)} bytes of digests for {count} chunks")
-        self._writer, self._source, self._given = writer, source, digests
-        self._found = [b""] * count
+    def __init__(self, writer: Writer, source: Source, digest: TakeDigest = chunk_digest_of) -> None:
+        self._writer, self._source, self._digest = writer, source, digest
+        self._found = [b""] * chunk_count(source.size)
         self._threads = workers()
         self._failure = Failure()
         self._writing = 0
@@ -53,7 +59,7 @@ class Pipeline:
         except BaseException as error:
             self._failure.set(error)
         self._failure.wait(lambda: self._writing == 0)
-        return b"".join(self._found) if self._given is None else self._given
+        return b"".join(self._found)
 
     def _chunk(self, index: int, _: _native.Buffer) -> None:
         buffer = _Lent(self._threads.buffers)
@@ -63,8 +69,7 @@ class Pipeline:
             lo, hi = chunk_range(index, self._source.size)
             data = self._source.chunk(lo, hi, buffer.memory)
             self._write(lo, _padded(data, buffer.memory, self._writer.alignment), buffer)
-            if self._given is None:
-                self._found[index] = chunk_digest(data)
+            self._found[index] = self._digest(index, data)
         finally:
             buffer.give_back()
 

@@ -1,0 +1,572 @@
+"""What was sealed survives its trainer: real processes, killed at every moment that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.agent.job import state, values
+from tests.agents import gone, kill, status, statuses, until
+from tests.harness import run_ranks, spawn
+from tierckpt import Checkpointer, Disk, FencedError, Ram
+from tierckpt.agent.runtime import runtime_folder
+from tierckpt.snapshot.remote import RemoteArena
+
+RARELY = Disk(every=1000)
+
+
+def _dies_after(rank: int, root: str, last: int, deadly: int = 0) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(), RARELY])
+    ckpt.restore(state(-1, rank))
+    for step in range(last + 1):
+        ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _restores(rank: int, root: str, **more: Any) -> dict[str, Any]:
+    found = state(-1, rank)
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        info = ckpt.restore(found, **more)
+        assert info is not None
+        return {
+            "step": info.step,
+            "sources": dict(info.sources),
+            "values": values(found, rank),
+            "skipped": info.skipped,
+            "own": found["own"].value,
+            "next": ckpt.save(info.step + 1, state(info.step + 1, rank)).wait("ram"),
+        }
+
+
+def _drained(root: Path, step: int) -> None:
+    until(lambda: step in tierckpt.steps(root))
+
+
+def test_killed_after_the_seal_it_is_drained_and_restored_from_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 1, str(root), 5, group=False)
+    _drained(root, 5)
+    assert tierckpt.steps(root) == [0, 5] and tierckpt.verify(root).ok
+    # The disk has lost the step's files: memory has them all.
+    for step in (0, 5):
+        shutil.rmtree(root / f"g0001/s{step:012d}")
+    shutil.rmtree(root / "layouts")
+    (told,) = run_ranks(_restores, 1, str(root), group=False)
+    assert told["step"] == 5 and told["values"] == {5.0}
+    assert set(told["sources"]) == {"ram"}
+
+
+def _dies_while_copying(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(), RARELY])
+    for step in range(3):
+        ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+
+    def seal(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    RemoteArena.seal = seal  # type: ignore[method-assign]
+    ckpt.save(3, state(3, rank))
+
+
+def _saves_on(rank: int, root: str) -> int:
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        info = ckpt.save(10, state(10)).wait()
+        assert info is not None
+        return info.generation
+
+
+def test_a_start_without_restore_goes_on_from_what_is_in_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 1, str(root), 3, group=False)
+    assert run_ranks(_saves_on, 1, str(root), group=False) == [2]
+    assert tierckpt.steps(root) == [0, 3, 10] and tierckpt.verify(root).ok
+
+
+def test_another_number_of_ranks_restores_from_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 2, str(root), 2)
+    found = {"sharded": torch.zeros(600, 70), "n": 0}
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        info = ckpt.restore(found, strict=False)
+        assert info is not None and (info.step, set(info.sources)) == (2, {"ram"})
+    assert found["n"] == 2
+    assert found["sharded"][:300].unique().tolist() == [2.0] and found["sharded"][300:].unique().tolist() == [3.0]
+
+
+def test_killed_while_it_copied_nothing_was_sealed(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_while_copying, 1, str(root), group=False)
+    _drained(root, 2)
+    (generation,) = status()["generations"]
+    assert [held["step"] for held in generation["steps"]] == [2]
+    (told,) = run_ranks(_restores, 1, str(root), group=False)
+    assert told["step"] == 2 and told["values"] == {2.0}
+
+
+@pytest.mark.limit(120)
+def test_it_outlives_torchrun(tmp_path: Path) -> None:
+    def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        return subprocess.run(
+            [*command, "-m", "tests.agent.job", str(tmp_path / "s"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+
+    first = torchrun("save", "4")
+    assert first.returncode != 0 and "SIGKILL" in first.stderr, first.stderr
+    _drained(tmp_path / "s", 4)
+    shutil.rmtree(tmp_path / "s/g0001")
+    second = torchrun("restore")
+    assert second.returncode == 0, second.stderr
+    for rank in range(2):
+        step, sources, found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert (step, set(sources), found) == (4, {"ram"}, [4.0])
+
+
+NODES = [{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}]
+
+
+@pytest.mark.limit(120)
+def test_nodes_restore_from_each_others_memory(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_dies_after, 2, str(root), 3, env=NODES)
+    # The agent of rank 0's node commits once it sees the receipts of the other one.
+    _drained(root, 3)
+    assert tierckpt.verify(root).ok
+    shutil.rmtree(root / "g0001")
+    for told, rank in zip(run_ranks(_restores, 2, str(root), env=NODES[::-1]), range(2), strict=True):
+        assert (told["step"], told["values"], told["own"]) == (3, {3.0}, rank)
+        assert set(told["sources"]) == {"ram"}
+    until(lambda: not statuses())
+
+
+def _folder_of_node(root: str) -> str:
+    return f"{root}/{os.environ['TIERCKPT_NODE']}"
+
+
+def _local_dies(rank: int, root: str) -> None:
+    _dies_after(rank, _folder_of_node(root), 3)
+
+
+def _local_restores(rank: int, root: str) -> dict[str, Any]:
+    return _restores(rank, _folder_of_node(root))
+
+
+@pytest.mark.limit(120)
+def test_with_a_root_on_each_node_the_next_start_commits(tmp_path: Path) -> None:
+    spawn(_local_dies, 2, str(tmp_path), env=NODES)
+    told = run_ranks(_local_restores, 2, str(tmp_path), env=NODES)
+    assert [(one["step"], one["values"]) for one in told] == [(3, {3.0})] * 2
+    for node in "ab":
+        assert 3 in tierckpt.steps(tmp_path / node)
+        report = tierckpt.verify(tmp_path / node)
+        assert report.ok, report.problems
+
+
+def _half_sealed(rank: int, root: str) -> None:
+    """Rank 1 dies before it has sealed step 2; rank 0 has."""
+    ckpt = Checkpointer(root, tiers=[Ram(), RARELY])
+    for step in range(2):
+        ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+    if rank == 1:
+        RemoteArena.seal = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, misc, assignment]
+    ckpt.save(2, state(2, rank))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("nodes", [None, NODES])
+def test_a_step_that_one_rank_has_not_sealed_is_not_restored(tmp_path: Path, nodes: Any) -> None:
+    root = tmp_path / "s"
+    spawn(_half_sealed, 2, str(root), env=nodes)
+    if nodes is None:
+        _drained(root, 1)
+    told = run_ranks(_restores, 2, str(root), env=nodes)
+    assert [(one["step"], one["values"]) for one in told] == [(1, {1.0})] * 2
+    assert tierckpt.verify(root).ok
+
+
+def test_a_stopped_trainer_that_comes_back_is_fenced(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as old:
+        old.save(1, state(1)).wait("ram")
+        (told,) = run_ranks(_restores, 1, str(root), group=False)
+        assert told["step"] == 1 and set(told["sources"]) == {"ram"}
+        # The other one has ended, and drained what it had last.
+        assert tierckpt.steps(root) == [1, 2]
+        until(lambda: not statuses())  # a new agent, which knows nothing of the other generation, would let it in
+        with pytest.raises(FencedError):
+            for step in range(2, 5):
+                old.save(step, state(10 * step))
+                old.wait()
+    found = state(-1)
+    assert tierckpt.load(found, root).step == 2 and values(found, 0) == {2.0}
+
+
+def _is_stopped(rank: int, root: str) -> str:
+    ckpt = Checkpointer(root, tiers=[Ram(), Disk()])
+    for step in range(3):
+        ckpt.save(step, state(step)).wait()
+    Path(root).with_name("pid").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for step in range(3, 6):
+            ckpt.save(step, state(100)).wait()
+    except tierckpt.TierckptError as error:
+        ckpt.close()
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_trainer_that_was_really_stopped_touches_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(run_ranks, _is_stopped, 1, str(root), group=False)
+        pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+            found = state(-1)
+            info = ckpt.restore(found)
+            assert info is not None and info.step == 2 and values(found, 0) == {2.0}
+            for step in range(3, 6):
+                ckpt.save(step, state(step)).wait()
+            os.kill(pid, signal.SIGCONT)
+            assert stopped.result() == ["FencedError"]
+            assert tierckpt.load(found, root).step == 5 and values(found, 0) == {5.0}
+    assert tierckpt.steps(root) == [0, 1, 2, 3, 4, 5] and tierckpt.verify(root, every=True).ok
+
+
+def test_one_process_restores_again_and_again(tmp_path: Path) -> None:
+    root, found = tmp_path / "s", state(-1)
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for start in range(4):
+            for step in range(3 * start, 3 * start + 3):
+                ckpt.save(step, state(step))
+            info = ckpt.restore(found)
+            assert info is not None
+            assert (info.step, info.generation, set(info.sources)) == (step, start + 1, {"ram"})
+            assert values(found, 0) == {float(step)}
+        assert len(statuses()) == 1
+    assert tierckpt.steps(root) == [0, 2, 5, 8, 11] and tierckpt.verify(root).ok
+
+
+def test_without_an_agent_it_goes_on_as_with_agent_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=2)]) as ckpt:
+        with pytest.warns(RuntimeWarning, match="do not outlive this process"):
+            handle = ckpt.save(0, state(0))
+        assert handle.wait() is not None
+        with pytest.raises(tierckpt.SkippedError, match="no agent"):
+            handle.wait("ram")
+        assert ckpt.save(1, state(1)).wait() is None
+        assert ckpt.save(2, state(2)).wait() is not None
+    assert tierckpt.steps(tmp_path / "s") == [0, 2]
+
+
+def test_a_forked_child_does_not_keep_a_dead_trainer_alive(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    spawn(_forks, 1, str(root), group=False)
+    child = int((tmp_path / "child").read_text())
+    try:
+        _drained(root, 2)
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _forks(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(), RARELY])
+    for step in range(3):
+        ckpt.save(step, state(step)).wait("ram" if step else None)
+    child = os.fork()
+    if not child:
+        os.setsid()
+        signal.pause()
+    Path(root).with_name("child").write_text(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_agent_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        kill(status()["pid"])
+        ckpt.save(2, state(2)).wait()
+        pid = status()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid)
+        assert ckpt.save(3, state(3)).wait() is not None
+    assert tierckpt.steps(root) == [1, 2, 3]
+    assert tierckpt.verify(root).ok
+
+
+def test_an_agent_that_dies_under_a_save_fails_that_save_alone(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        assert ckpt._ram_tier is not None
+        remote = ckpt._ram_tier.arena
+        write = remote.write
+
+        def dies(*arguments: Any) -> bytes:
+            kill(status()["pid"])
+            return write(*arguments)
+
+        ckpt._drain.writer = remote
+        remote.write = dies  # type: ignore[method-assign]
+        handle = ckpt.save(2, state(2))
+        with pytest.raises(tierckpt.StoreError, match=r"the agent of run.* died"):
+            handle.wait()
+        remote.write = write  # type: ignore[method-assign]
+        assert ckpt.save(3, state(3)).wait() is not None
+    assert tierckpt.steps(root) == [1, 3]
+
+
+def test_nothing_is_left_after_the_idle_time(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    (result,) = spawn(_idle, 1, str(tmp_path / "s"), group=False)
+    assert result.exitcode == -signal.SIGKILL, result.describe()
+    pid = int((tmp_path / "pid").read_text())
+    assert gone(pid)
+    folder = runtime_folder(make=False)
+    assert folder is not None and not list(folder.iterdir())
+    assert set(os.listdir("/dev/shm")) <= before
+    assert tierckpt.steps(tmp_path / "s") == [0, 2]
+
+
+def _idle(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(idle=0.1), RARELY])
+    for step in range(3):
+        ckpt.save(step, state(step)).wait("ram" if step else None)
+    Path(root).with_name("pid").write_text(str(status()["pid"]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sigterm_to_the_agent_drains_first(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state(step)).wait("ram" if step else None)
+        pid = status()["pid"]
+        os.kill(pid, signal.SIGTERM)
+        assert gone(pid)
+        assert tierckpt.steps(root) == [0, 2]
+        # What the trainer then cannot write again is not taken away.
+    assert tierckpt.verify(root).ok
+
+
+def test_the_last_step_is_durable_after_close(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step))
+    assert tierckpt.steps(root) == [0, 3]
+    until(lambda: not statuses())
+
+
+def _closes(rank: int, root: str) -> None:
+    with Checkpointer(_folder_of_node(root), tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step, rank))
+
+
+def test_the_last_step_is_durable_after_close_on_every_node(tmp_path: Path) -> None:
+    run_ranks(_closes, 2, str(tmp_path), env=NODES)
+    for node in "ab":
+        assert tierckpt.steps(tmp_path / node) == [0, 3]
+        assert tierckpt.verify(tmp_path / node).ok
+    until(lambda: not statuses())
+
+
+def test_after_an_error_memory_waits_for_the_next_start(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with pytest.raises(ZeroDivisionError), Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step)).wait("ram" if step else None)
+        raise ZeroDivisionError
+    (told,) = run_ranks(_restores, 1, str(root), group=False)
+    assert told["step"] == 3 and set(told["sources"]) == {"ram"}
+
+
+def test_load_and_read_look_into_memory_too(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step)).wait("ram" if step else None)
+        found = state(-1)
+        info = tierckpt.load(found, root)
+        assert (info.step, set(info.sources), values(found, 0)) == (3, {"ram"}, {3.0})
+        assert tierckpt.read(root, keys=["n"]) == {"n": 3}
+        assert tierckpt.load(found, root, step=0).sources.keys() == {"disk"}
+        assert tierckpt.load(found, root, step=3).step == 3
+        # Reading has kept no slot.
+        for step in range(4, 10):
+            ckpt.save(step, state(step)).wait("ram", 20)
+
+
+def test_what_is_damaged_in_memory_is_read_from_the_disk(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        tierckpt.load(state(-1), root)
+        assert ckpt._ram_tier is not None
+        for memory in ckpt._ram_tier.arena._mapped.values():
+            memory[5000] ^= 1
+        found = state(-1)
+        with pytest.warns(RuntimeWarning, match="memory of.*chunk 0.*is damaged"):
+            info = tierckpt.load(found, root)
+        assert set(info.sources) == {"disk"} and values(found, 0) == {1.0}
+
+
+class _Slow:
+    """A writer that waits to be let go."""
+
+    def __init__(self, remote: RemoteArena) -> None:
+        self.remote, self.go, self.begun = remote, threading.Event(), threading.Event()
+
+    def write(self, *arguments: Any) -> bytes:
+        self.begun.set()
+        assert self.go.wait(50)
+        return self.remote.write(*arguments)
+
+
+def _slow(ckpt: Checkpointer) -> _Slow:
+    ckpt.save(0, state(0)).wait()
+    assert ckpt._ram_tier is not None
+    slow = ckpt._drain.writer = _Slow(ckpt._ram_tier.arena)
+    return slow
+
+
+def test_a_step_that_waits_for_the_disk_is_overtaken_by_a_newer_one(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        slow = _slow(ckpt)
+        handles = [ckpt.save(1, state(1))]
+        assert slow.begun.wait(20)
+        for step in range(2, 8):
+            handles.append(ckpt.save(step, state(step)))
+            handles[-1].wait("ram", 20)
+        slow.go.set()
+        assert handles[0].wait() is not None and handles[-1].wait() is not None
+        for handle in handles[1:-1]:
+            with pytest.raises(tierckpt.SkippedError, match="overtaken by step"):
+                handle.wait()
+            assert handle.done("ram") and not handle.done("disk") and handle.error is None
+    assert tierckpt.steps(root) == [0, 1, 7]
+
+
+def test_a_pinned_step_is_not_overtaken(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(slots=4), Disk()]) as ckpt:
+        slow = _slow(ckpt)
+        ckpt.save(1, state(1))
+        assert slow.begun.wait(20)
+        ckpt.save(2, state(2), pin=True).wait("ram")
+        for step in range(3, 6):
+            ckpt.save(step, state(step)).wait("ram", 20)
+        slow.go.set()
+    assert tierckpt.steps(tmp_path / "s") == [0, 1, 2, 5]
+
+
+def test_skip_leaves_a_step_out(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(on_full="skip", slots=2), Disk()]) as ckpt:
+        slow = _slow(ckpt)
+        ckpt.save(1, state(1)).wait("ram")
+        assert slow.begun.wait(20)
+        ckpt.save(2, state(2)).wait("ram")
+        handle = ckpt.save(3, state(3))
+        with pytest.raises(tierckpt.SkippedError, match="no slot was free on ranks 0"):
+            handle.wait("ram")
+        slow.go.set()
+    assert tierckpt.steps(tmp_path / "s") == [0, 1, 2]
+
+
+def test_wait_waits(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(on_full="wait", slots=2), Disk()]) as ckpt:
+        slow = _slow(ckpt)
+        ckpt.save(1, state(1)).wait("ram")
+        ckpt.save(2, state(2)).wait("ram")
+        saving = threading.Thread(target=ckpt.save, args=(3, state(3)))
+        saving.start()
+        assert slow.begun.wait(20) and saving.is_alive()
+        slow.go.set()
+        saving.join(20)
+    assert tierckpt.steps(tmp_path / "s") == [0, 1, 2, 3]
+
+
+def test_what_does_not_fit_the_budget_is_told_on_the_handle(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(budget=1 << 16), Disk()]) as ckpt:
+        handle = ckpt.save(1, state(1))
+        with pytest.raises(tierckpt.ArenaFullError, match="65,536"):
+            handle.wait()
+
+
+def _numbers(pid: int) -> tuple[int, int, int]:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    anonymous = int(fields["RssAnon"].split()[0])
+    return len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]), anonymous
+
+
+@pytest.mark.limit(120)
+def test_nothing_grows_over_many_saves(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=10, keep=2, grace=0)]) as ckpt:
+
+        def run(first: int, last: int) -> None:
+            for step in range(first, last):
+                handle = ckpt.save(step, state(step))
+            handle.wait("ram")
+            ckpt.wait()
+
+        run(0, 200)
+        agent, mine = status()["pid"], os.getpid()
+        before = _numbers(agent), _numbers(mine)
+        run(200, 600)
+        after = _numbers(agent), _numbers(mine)
+    for (files, threads, memory), (files2, threads2, memory2) in zip(before, after, strict=True):
+        assert files2 <= files + 1 and threads2 <= threads + 1
+        assert memory2 <= memory + 2048, (before, after)
+
+
+def _one_fails(rank: int, root: str) -> list[str]:
+    told = []
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        ckpt.save(1, state(1, rank)).wait()
+        seal = RemoteArena.seal
+        if rank == 1:
+
+            def fails(*_: Any, **__: Any) -> None:
+                raise tierckpt.StoreError("no, not now")
+
+            RemoteArena.seal = fails  # type: ignore[method-assign]
+        handle = ckpt.save(2, state(2, rank))
+        try:
+            handle.wait("ram")
+        except tierckpt.StoreError as error:
+            told.append(str(error))
+        RemoteArena.seal = seal  # type: ignore[method-assign]
+        ckpt.save(3, state(3, rank)).wait()
+        told.append(str([held["step"] for g in status()["generations"] for held in g["steps"]]))
+    return told
+
+
+def test_what_one_rank_cannot_seal_fails_on_all(tmp_path: Path) -> None:
+    for told in run_ranks(_one_fails, 2, str(tmp_path / "s")):
+        assert "no, not now" in told[0] and "rank 1" in told[0]
+        assert told[1] in ("[3]", "[1, 3]"), told
+    assert tierckpt.steps(tmp_path / "s") == [1, 3]

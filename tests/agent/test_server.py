@@ -1,0 +1,405 @@
+"""The agent answers its own user, keeps slots and generations apart, and no message can harm it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.agents import gone, kill, status, statuses, until
+from tierckpt.agent.client import AgentLostError, Client, Joining
+from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
+from tierckpt.agent.runtime import Home, homes, runtime_folder
+from tierckpt.agent.slots import map_slot
+from tierckpt.errors import ArenaFullError, FencedError, IntegrityError, StateError, StoreError, TierckptError
+from tierckpt.format import canonical
+from tierckpt.format.digest import derive
+
+LAYOUT = b"a layout"
+HASH = derive("layout", LAYOUT).hex()
+
+
+def joining(root: Path, generation: int = 1, **more: Any) -> Joining:
+    given: dict[str, Any] = {
+        "generation": generation,
+        "rank": 0,
+        "world": 1,
+        "locals": [0],
+        "root": str(root),
+        "roots": 1,
+        "origin": None,
+        "slots": 3,
+        "budget": 1 << 26,
+        "idle": 600.0,
+        "deadline": 5.0,
+    }
+    return Joining(**(given | more))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    client = Client("run", "node", start=True, timeout=20.0)
+    client.join(joining(tmp_path))
+    yield client
+    client.close()
+
+
+def take(client: Client, size: int = 5000, wait: int = 0) -> int:
+    with client.request("slot", size=size, wait=wait) as reply:
+        number = reply.fields["slot"]
+    assert type(number) is int
+    return number
+
+
+def seal(client: Client, step: int, slot: int | None, size: int = 5000) -> None:
+    descriptor = document(LAYOUT)
+    try:
+        client.request(
+            "seal",
+            [descriptor],
+            step=step,
+            slot=slot,
+            size=size,
+            header_size=4096 if size else 0,
+            header_digest="0" * 64,
+            layout=HASH,
+            metadata=None,
+            due=False,
+            pinned=False,
+        )
+    finally:
+        os.close(descriptor)
+
+
+def test_a_slot_is_sealed_memory_that_both_see(client: Client) -> None:
+    with client.request("slot", size=5000, wait=0) as reply:
+        descriptor = reply.take()
+        memory = map_slot(descriptor, 8192)
+        with pytest.raises(OSError):
+            os.ftruncate(descriptor, 4096)
+        with pytest.raises(OSError):
+            os.ftruncate(descriptor, 1 << 20)
+        os.close(descriptor)
+    memory[:5000] = b"x" * 5000
+    seal(client, 1, reply.fields["slot"])  # type: ignore[arg-type]
+    with client.request("fetch", generation=1, step=1, rank=0) as reply:
+        assert os.pread(reply.descriptors[0], 9999, 0)[:5000] == b"x" * 5000
+        with pytest.raises(OSError):
+            os.pwrite(reply.descriptors[0], b"y", 0)
+
+
+def test_slots_are_used_again_but_not_while_they_hold_the_newest_complete_step(client: Client) -> None:
+    seen = set()
+    for step in range(10):
+        slot = take(client)
+        seen.add(slot)
+        seal(client, step, slot)
+        client.request("complete", step=step, due=False)
+        assert [held["step"] for held in status()["generations"][0]["steps"]] == [step]
+    assert len(seen) <= 3
+
+
+def test_a_step_that_is_due_stays_until_it_is_settled(client: Client) -> None:
+    for step in (1, 2, 3):
+        seal(client, step, take(client))
+        client.request("complete", step=step, due=step == 1)
+    assert [held["step"] for held in status()["generations"][0]["steps"]] == [1, 3]
+    client.request("settled", step=1, durable=True)
+    assert [held["step"] for held in status()["generations"][0]["steps"]] == [3]
+
+
+def test_an_incomplete_step_takes_no_place_of_a_complete_one(client: Client, tmp_path: Path) -> None:
+    client.join(joining(tmp_path, 2, world=2))
+    seal(client, 1, take(client))
+    client.request("complete", step=1, due=False)
+    seal(client, 2, take(client))
+    slot = take(client)
+    with pytest.raises(ArenaFullError, match="no slot is free"):
+        take(client)
+    client.request("release", slot=slot)
+    assert take(client) == slot
+    client.request("drop", step=2)
+    take(client)
+
+
+def test_the_budget_is_kept_and_named(client: Client) -> None:
+    with pytest.raises(ArenaFullError, match=r"134,217,728 bytes are needed, 0 are held.*67,108,864"):
+        take(client, size=1 << 27)
+    take(client, size=1 << 25)
+    with pytest.raises(ArenaFullError, match="no slot is free"):
+        take(client, size=(1 << 25) + 1)
+
+
+def test_what_a_reader_uses_is_not_overwritten(client: Client) -> None:
+    slot = take(client)
+    seal(client, 1, slot)
+    client.request("complete", step=1, due=False)
+    reader = Client("run", "node", start=False, timeout=20.0)
+    with reader.request("fetch", generation=1, step=1, rank=0):
+        seal(client, 2, take(client))
+        client.request("complete", step=2, due=False)
+        assert take(client) != slot
+    reader.close()
+    assert take(client, wait=10_000) == slot
+
+
+def test_a_newer_generation_fences_the_older_and_shares_no_slot(client: Client, tmp_path: Path) -> None:
+    old = take(client)
+    seal(client, 7, take(client))
+    newer = Client("run", "node", start=True, timeout=20.0)
+    newer.join(joining(tmp_path, 2))
+    for op, fields in (("slot", {"size": 1, "wait": 0}), ("release", {"slot": old}), ("write", {"step": 7})):
+        with pytest.raises(FencedError, match="newer generation"):
+            client.request(op, **fields)
+    with pytest.raises(FencedError):
+        seal(client, 8, old)
+    with pytest.raises(FencedError):
+        Client("run", "node", start=True, timeout=20.0).join(joining(tmp_path, 1))
+    taken = {take(newer) for _ in range(3)}
+    assert old not in taken
+    seal(newer, 1, min(taken))
+    newer.request("complete", step=1, due=True)
+    # What the older one had last stays until there is something newer on the disk.
+    assert [held["generation"] for held in status()["generations"]] == [1, 2]
+    newer.request("settled", step=1, durable=True)
+    assert all(not held["steps"] for held in status()["generations"] if held["generation"] == 1)
+    newer.close()
+
+
+def test_what_the_disk_has_makes_room_for_a_newer_generation(client: Client, tmp_path: Path) -> None:
+    seal(client, 7, take(client, size=(1 << 26) - 5000))
+    client.request("complete", step=7, due=False)
+    newer = Client("run", "node", start=True, timeout=20.0)
+    newer.join(joining(tmp_path, 2))
+    with pytest.raises(ArenaFullError):
+        take(newer, size=1 << 25)
+    newest = Client("run", "node", start=True, timeout=20.0)
+    newest.join(joining(tmp_path, 3, origin=(1, 7)))
+    take(newest, size=1 << 25)
+    newer.close()
+    newest.close()
+
+
+def test_one_process_for_each_rank(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="another process"):
+        Client("run", "node", start=True, timeout=20.0).join(joining(tmp_path))
+
+
+def test_after_a_good_bye_nothing_is_left(client: Client) -> None:
+    pid = status()["pid"]
+    take(client)
+    client.bye()
+    assert gone(pid)
+    folder = runtime_folder(make=False)
+    assert folder is not None and not list(folder.iterdir())
+
+
+def test_a_dead_agent_is_noticed_and_replaced(client: Client) -> None:
+    take(client)
+    kill(status()["pid"])
+    with pytest.raises(AgentLostError, match="died and was replaced"):
+        client.request("complete", (), 0.0, client.epoch, step=1, due=False)
+    assert take(client)
+    assert client.epoch == 2
+
+
+def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
+    take(client)
+    pid = status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, kill, (pid,))
+    killer.start()
+    with pytest.raises(AgentLostError, match="died or did not answer"):
+        take(client)
+    killer.join()
+    assert take(client)
+
+
+def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    clients = [Client("run", "node", start=True, timeout=20.0) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(Client.connect, clients))
+    assert len({client.agent for client in clients}) == 1
+    for client in clients:
+        client.close()
+
+
+def test_a_socket_that_a_dead_agent_left_is_replaced(client: Client) -> None:
+    (home,) = homes()
+    kill(status()["pid"])
+    assert home.socket.exists()
+    assert take(client)
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "tierckpt").mkdir(mode=0o755)
+    with pytest.raises(StoreError, match="closed to others"):
+        Client("run", "node", start=True, timeout=20.0).connect()
+
+
+def test_a_deep_runtime_folder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    client = Client("run", "node", start=True, timeout=20.0)
+    assert client.connect()
+    assert len(statuses()) == 1
+    client.close()
+
+
+def test_sigterm_ends_it(client: Client) -> None:
+    pid = status()["pid"]
+    os.kill(pid, signal.SIGTERM)
+    assert gone(pid)
+    assert not homes()
+
+
+def test_another_version_is_told(client: Client) -> None:
+    with raw() as channel:
+        channel.send({"node": "node", "op": "hello", "run": "run", "version": 2})
+        kind, text = channel.receive().fields["error"]  # type: ignore[misc]
+        assert kind == "StateError" and "version 1" in text
+
+
+# Hostile messages
+
+
+class raw:  # noqa: N801
+    """A connection that says what it likes."""
+
+    def __enter__(self) -> Channel:
+        home = Home.of("node", "run", make=False)
+        assert home is not None
+        sock = home.connect(20.0)
+        assert sock is not None
+        self.channel = Channel(sock)
+        return self.channel
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+
+def refused(channel: Channel) -> None:
+    """The agent says IntegrityError and closes."""
+    kind, _ = channel.receive().fields["error"]  # type: ignore[misc]
+    assert kind == "IntegrityError"
+    with pytest.raises((EOFError, ConnectionResetError)):
+        channel.receive()
+
+
+def alive() -> None:
+    with raw() as channel:
+        channel.send({"node": "node", "op": "hello", "run": "run", "version": 1})
+        assert channel.receive().fields["ok"] is True
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**53 - 1) | st.text(max_size=8) | st.just("0" * 64) | st.just("/x"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = ("size", "wait", "slot", "step", "root", "hash", "generation", "rank", "due", "world", "layout", "metadata")
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_message_harms_it(client: Client, data: st.DataObject) -> None:
+    from tierckpt.agent.server import _OPERATIONS
+
+    op = data.draw(st.sampled_from(sorted(_OPERATIONS)))
+    keys = data.draw(st.sampled_from([_OPERATIONS[op][0], KEYS[:2]]))
+    fields = {key: data.draw(VALUES) for key in keys if key not in ("wait", "idle", "deadline")}
+    fields |= {key: 0 for key in keys if key in ("wait", "idle", "deadline")}
+    greets = data.draw(st.booleans())
+    with raw() as channel:
+        if greets:
+            channel.send({"node": "node", "op": "hello", "run": "run", "version": 1})
+            channel.receive()
+        channel.send({"op": op, **fields})
+        with channel.receive() as reply:
+            assert ("ok" in reply.fields) != ("error" in reply.fields)
+            if "error" in reply.fields:
+                kind, text = reply.fields["error"]  # type: ignore[misc]
+                assert "the agent failed" not in text, text
+                assert issubclass(getattr(__import__("tierckpt").errors, kind), TierckptError)
+    alive()
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200), st.booleans())
+def test_no_bytes_harm_it(client: Client, junk: bytes, framed: bool) -> None:
+    with raw() as channel:
+        channel.sock.sendall(struct.pack(">I", len(junk)) + junk if framed else junk)
+        channel.sock.shutdown(socket.SHUT_WR)
+        try:
+            while True:
+                with channel.receive() as reply:
+                    assert "error" in reply.fields
+        except (EOFError, ConnectionResetError):
+            pass
+    alive()
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_comes(client: Client) -> None:
+    with raw() as channel:
+        channel.sock.sendall(struct.pack(">I", FRAME_LIMIT + 1))
+        refused(channel)
+
+
+def test_a_deep_message_is_refused(client: Client) -> None:
+    with raw() as channel:
+        data = b"[" * 100_000 + b"]" * 100_000
+        channel.sock.sendall(struct.pack(">I", len(data)) + data)
+        refused(channel)
+
+
+def test_too_many_descriptors_are_refused_and_closed(client: Client) -> None:
+    before = len(os.listdir(f"/proc/{status()['pid']}/fd"))
+    with raw() as channel:
+        data = canonical.encode({"op": "status"})
+        socket.send_fds(channel.sock, [struct.pack(">I", len(data)) + data], [0] * 20)
+        refused(channel)
+    until(lambda: len(os.listdir(f"/proc/{status()['pid']}/fd")) <= before)
+
+
+def test_a_document_that_is_no_file_blocks_nobody(client: Client) -> None:
+    slot = take(client)
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(IntegrityError, match="regular file"):
+            client.request(
+                "seal",
+                [reading],
+                step=1,
+                slot=slot,
+                size=10,
+                header_size=0,
+                header_digest="0" * 64,
+                layout=HASH,
+                metadata=None,
+                due=False,
+                pinned=False,
+            )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    alive()
+
+
+def test_who_stops_in_the_middle_of_a_frame_blocks_nobody(client: Client) -> None:
+    with raw() as channel:
+        channel.sock.sendall(struct.pack(">I", 1000) + b"{")
+        alive()
+        take(client)

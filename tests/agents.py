@@ -1,0 +1,68 @@
+"""The agents of a test: what they say, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tierckpt.agent.protocol import Channel
+from tierckpt.agent.runtime import homes
+
+
+def statuses() -> list[dict[str, Any]]:
+    """What each agent of this test says of itself."""
+    found = []
+    for home in homes():
+        sock = home.connect(10.0)
+        if sock is None:
+            continue
+        with sock:
+            channel = Channel(sock)
+            with contextlib.suppress(EOFError, OSError):  # it is just ending
+                channel.send({"op": "status"})
+                found.append(channel.receive().fields["status"])
+    return found  # type: ignore[return-value]
+
+
+def status() -> dict[str, Any]:
+    """That of the only agent."""
+    (found,) = statuses()
+    return found
+
+
+def until(true: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """What ``true`` returns once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+    return found
+
+
+def gone(pid: int, seconds: float = 30.0) -> bool:
+    """Whether the process ends within ``seconds``."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and wait for it."""
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+
+
+def end_all() -> None:
+    """Kill every agent of this test."""
+    for one in statuses():
+        kill(one["pid"])

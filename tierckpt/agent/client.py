@@ -1,0 +1,330 @@
+"""A process's way to the agent of its node, which is started when it is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierckpt import config
+from tierckpt.agent.protocol import VERSION, Channel, Message, raise_refusal
+from tierckpt.agent.runtime import Home
+from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.format.canonical import JSON
+
+
+class AgentLostError(StoreError):
+    """The agent has died, or was replaced: what it held is gone."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How this process takes part in a generation; see ``join`` in docs/agent-protocol.md. Times are in seconds."""
+
+    generation: int
+    rank: int
+    world: int
+    locals: Sequence[int]
+    root: str
+    roots: int
+    origin: tuple[int, int] | None
+    slots: int
+    budget: int
+    idle: float
+    deadline: float
+    signing: tuple[str, int, list[str]] | None = None
+
+
+class Client:
+    """Requests to the agent of ``run`` on ``node``; any thread may make them, several at once.
+
+    Args:
+        start: the agent is started if it is not there.
+        timeout: seconds for which an answer is waited for.
+    """
+
+    def __init__(self, run: str, node: str, *, start: bool, timeout: float) -> None:
+        self.run, self.node = run, node
+        self._start, self._timeout = start, timeout
+        self._client = secrets.token_hex(16)
+        self._joining: Joining | None = None
+        #: The agent that this process knows, and how often it was another one.
+        self.agent = ""
+        self.epoch = 0
+        self._idle: list[Channel] = []
+        self._busy: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        _clients.add(self)
+
+    def connect(self) -> bool:
+        """Whether the agent is there; one that has died is started anew, where that is wanted."""
+        try:
+            self._put(self._take())
+        except _NoAgent:
+            return False
+        return True
+
+    def join(self, joining: Joining) -> None:
+        """Take part in a generation, on connections from now on; those open before are closed.
+
+        Raises:
+            FencedError: a newer one has begun on this node.
+            StoreError: the agent cannot be started.
+        """
+        self.close()
+        self._joining = joining
+        try:
+            self._put(self._take())
+        except _NoAgent as error:
+            raise StoreError(str(error)) from error
+
+    def request(
+        self,
+        op: str,
+        descriptors: Sequence[int] = (),
+        patience: float = 0.0,
+        epoch: int | None = None,
+        /,
+        **fields: JSON,
+    ) -> Message:
+        """Ask; the reply, whose descriptors are the caller's.
+
+        Args:
+            patience: seconds that the answer may take beyond the usual.
+            epoch: which agent is asked, if no other one will do.
+
+        Raises:
+            AgentLostError: the agent has died; the next request goes to a new one.
+            TierckptError: the agent refuses.
+        """
+        try:
+            channel = self._take()
+        except _NoAgent as error:
+            raise AgentLostError(str(error)) from error
+        if epoch is not None and epoch != self.epoch:
+            self._put(channel)
+            raise AgentLostError(
+                f"the agent of run {self.run} on node {self.node} died and was replaced ({op}); what it held and had not yet "
+                "written is lost"
+            )
+        try:
+            channel.sock.settimeout(self._timeout + patience)
+            channel.send({"op": op, **fields}, descriptors)
+            message = channel.receive()
+        except (EOFError, OSError) as error:
+            self._lost(channel)
+            raise AgentLostError(
+                f"the agent of run {self.run} on node {self.node} died or did not answer ({op}: {error or 'end of connection'}); "
+                "what it held and had not yet written is lost"
+            ) from error
+        except BaseException:
+            self._lost(channel)
+            raise
+        self._put(channel)
+        with message:
+            raise_refusal(message.fields)
+            taken, message.descriptors = message.descriptors, []
+        return Message(message.fields, taken)
+
+    def _put(self, channel: Channel) -> None:
+        with self._lock:
+            self._busy.discard(channel)
+            self._idle.append(channel)
+
+    def _take(self) -> Channel:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                channel = self._idle.pop()
+                self._busy.add(channel)
+            if not channel.ended:
+                return channel
+            self._lost(channel)
+        channel = self._open()
+        with self._lock:
+            self._busy.add(channel)
+        return channel
+
+    def _open(self) -> Channel:
+        deadline = time.monotonic() + config.AGENT_START
+        while True:
+            channel = self._reach(deadline)
+            try:
+                return self._greet(channel)
+            except (EOFError, OSError) as error:
+                channel.close()
+                # One that was just ending takes no more connections: the next one will.
+                if time.monotonic() >= deadline:
+                    raise _NoAgent(f"the agent of run {self.run} does not answer: {error}") from error
+            except BaseException:
+                channel.close()
+                raise
+
+    def _reach(self, deadline: float) -> Channel:
+        home = Home.of(self.node, self.run, make=self._start)
+        sock = home.connect(self._timeout) if home is not None else None
+        if sock is None:
+            if not self._start or home is None:
+                raise _NoAgent(f"no agent of run {self.run} runs on node {self.node}")
+            with home.locked(max(0.0, deadline - time.monotonic())):
+                sock = home.connect(self._timeout)
+                if sock is None:
+                    start(home, self.node, self.run)
+            sock = sock or home.connect(self._timeout)
+            if sock is None:
+                raise _NoAgent(f"the agent of run {self.run} ended as soon as it was started: {home.last_words()}")
+        channel = Channel(sock)
+        if channel.user != os.getuid():
+            channel.close()
+            raise StoreError(f"{home.socket if home else ''} belongs to user {channel.user}: it is not used")
+        return channel
+
+    def _greet(self, channel: Channel) -> Channel:
+        said = _ask(channel, {"node": self.node, "op": "hello", "run": self.run, "version": VERSION})
+        agent = said.get("agent")
+        if type(agent) is not str:
+            raise IntegrityError("the agent's socket: a greeting without a name")
+        with self._lock:
+            if agent != self.agent:
+                self.agent = agent
+                self.epoch += 1
+                stale, self._idle = self._idle, []
+            else:
+                stale = []
+        for old in stale:
+            old.close()
+        joining = self._joining
+        if joining is not None:
+            origin = joining.origin
+            _ask(
+                channel,
+                {
+                    "budget": joining.budget,
+                    "client": self._client,
+                    "deadline": int(joining.deadline * 1000),
+                    "generation": joining.generation,
+                    "idle": int(joining.idle * 1000),
+                    "locals": list(joining.locals),
+                    "op": "join",
+                    "rank": joining.rank,
+                    "root": joining.root,
+                    "roots": joining.roots,
+                    "origin": None if origin is None else {"generation": origin[0], "step": origin[1]},
+                    "slots": joining.slots,
+                    "world": joining.world,
+                },
+            )
+            if joining.signing is not None:
+                key, since, keys = joining.signing
+                _ask(channel, {"key": key, "keys": list(keys), "op": "coordinate", "since": since})
+        return channel
+
+    def _lost(self, channel: Channel) -> None:
+        with self._lock:
+            self._busy.discard(channel)
+        channel.close()
+
+    def close(self) -> None:
+        """Close all connections. A trainer that has not said ``bye`` is then taken for dead."""
+        with self._lock:
+            channels, self._idle = [*self._idle, *self._busy], []
+            self._busy = set()
+        for channel in channels:
+            channel.close()
+
+    def bye(self) -> None:
+        """Take leave; the last trainer of the node waits until what was to be drained is."""
+        patience = self._joining.deadline if self._joining is not None else 0.0
+        while self._idle:
+            with self._lock:
+                channel = self._idle.pop()
+                self._busy.add(channel)
+            try:
+                if channel.ended:
+                    raise EOFError("it has ended")
+                channel.sock.settimeout(self._timeout + patience)
+                _ask(channel, {"op": "bye"})
+            except (EOFError, OSError) as error:
+                raise AgentLostError(f"the agent of run {self.run} was gone before this process: {error}") from error
+            finally:
+                self._lost(channel)
+
+
+class _NoAgent(Exception):
+    """There is none, and none was to be started or could be."""
+
+
+def _ask(channel: Channel, fields: dict[str, JSON]) -> dict[str, JSON]:
+    channel.send(fields)
+    with channel.receive() as message:
+        raise_refusal(message.fields)
+        return message.fields
+
+
+def start(home: Home, node: str, run: str) -> None:
+    """Start an agent in a session of its own; its socket takes connections when this returns. Under the lock.
+
+    Raises:
+        StoreError: it cannot be started.
+    """
+    listener = home.listen()
+    log = home.open_log()
+    environment = dict(os.environ)
+    # Its modules are where ours are, whatever made them so.
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path)
+    for name in ("PYTHONSTARTUP", "PYTHONINSPECT"):
+        environment.pop(name, None)
+    command = [
+        sys.executable,
+        "-m",
+        "tierckpt.agent",
+        "--listener",
+        str(listener.fileno()),
+        "--folder",
+        str(home.folder),
+    ]
+    try:
+        process: Any = subprocess.Popen(
+            [*command, "--name", home.name, "--node", node, "--run", run],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+        )
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            home.socket.unlink()
+        raise StoreError(f"the agent of run {run} cannot be started: {error}") from error
+    finally:
+        os.close(log)
+        listener.close()
+    # It outlives us as a rule; should it end first, somebody must take note of it.
+    threading.Thread(target=process.wait, name="tierckpt-agent-wait", daemon=True).start()
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A forked child must not keep its parent's connections open: the agent would take the parent for alive."""
+    for client in list(_clients):
+        for channel in [*client._idle, *client._busy]:
+            channel.close()
+        client._idle, client._busy = [], set()
+        client._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,133 @@
+"""The RAM tier: one thread that finds out which sealed steps are complete, and which of them are to go on to the disk.
+
+It has channels of its own, since a step is complete long before the drain has done with the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+
+from tierckpt.agent.drain import Drain, Job, Ranks
+from tierckpt.errors import SkippedError
+
+#: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
+TellComplete = Callable[[int, bool], None]
+
+
+class Sealing:
+    """Args:
+    ranks: channels for this thread alone.
+    drain: takes what is due on the disk.
+    slots: that each rank has.
+    complete, drop: tell this rank's agent that all ranks have sealed a step, or that its save has failed.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        drain: Drain,
+        *,
+        slots: int,
+        complete: TellComplete,
+        drop: Callable[[int], None],
+    ) -> None:
+        self._ranks, self._drain, self._slots = ranks, drain, slots
+        self._complete, self._drop = complete, drop
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        #: The newest complete step, if it is only in memory.
+        self._only_here: Job | None = None
+
+    def put(self, job: Job) -> None:
+        """Hand over a step that this rank has sealed, or the reason why not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tierckpt-seal", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        """Let the thread end once the queue is empty; does not wait."""
+        self._queue.put(None)
+
+    def close(self) -> Job | None:
+        """Finish what is queued; the newest complete step if it is on no disk and not on its way there."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        return self._only_here
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                self._take(job)
+            except BaseException as error:
+                try:
+                    job.release(False)
+                    self._drop(job.step)
+                finally:
+                    job.handle._finish(None, error)
+            del job
+
+    def _take(self, job: Job) -> None:
+        what = f"the save of step {job.step}"
+        told = self._ranks.vote(what, lambda: self._mine(job), tag=job.step)
+        if _SKIPPED in told:
+            job.release(False)
+            self._drop(job.step)
+            for tier in ("ram", "disk"):
+                job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
+            job.handle._finish(None)
+            return
+        job.settle(self._ranks, what, [said[1:] for said in told])
+        if self._drain.overtakes and any(said[:1] == _SHORT for said in told):
+            self._make_room(job)
+        self._complete(job.step, job.due)
+        job.handle._reach("ram")
+        if job.due:
+            self._only_here = None
+            self._drain.put(job)
+        else:
+            self._only_here = job
+            job.handle._finish(None)
+
+    def _mine(self, job: Job) -> bytes:
+        if isinstance(job.staged, SkippedError):
+            return _SKIPPED
+        said = job.ready()
+        with self._drain.turn:
+            return (_SHORT if len(self._drain.pending) + 1 >= self._slots else _ROOM) + said
+
+    def _make_room(self, job: Job) -> None:
+        """Some rank would have no slot for the next save: the oldest step that no rank has begun to write gives up its turn."""
+        drain = self._drain
+        with drain.turn:
+            mine = [other for other in drain.pending if not other.offered and not other.pinned]
+            for other in mine:
+                other.withheld = True
+        try:
+            steps = json.dumps([other.step for other in mine]).encode()
+            told = self._ranks.vote(f"making room for step {job.step}", lambda: steps, tag=job.step)
+            common = set.intersection(*(set(json.loads(said)) for said in told))
+            chosen = next((other for other in mine if other.step in common), None)
+            if chosen is not None:
+                # Its turn on the disk goes to the newer one.
+                job.due = True
+                drain.overtake(chosen, job)
+        finally:
+            with drain.turn:
+                for other in mine:
+                    other.withheld = False
+                drain.turn.notify_all()
+
+
+_SKIPPED = b"skipped"
+#: What stands in front of what a rank has staged: whether it will have a slot for the next save.
+_ROOM, _SHORT = b"+", b"-"
+
+
+def _where(told: list[bytes]) -> str:
+    return ", ".join(str(rank) for rank, said in enumerate(told) if said == _SKIPPED)

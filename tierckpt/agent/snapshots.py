@@ -1,0 +1,230 @@
+"""What the agent holds: sealed snapshots, by generation, step and rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from tierckpt import _native
+from tierckpt.agent.slots import Slot
+from tierckpt.agent.writing import Title, entry, write
+from tierckpt.errors import FencedError
+from tierckpt.format import paths
+from tierckpt.format.canonical import JSON
+from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
+from tierckpt.format.receipt import Receipt
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.workers import workers
+
+
+class Snapshot:
+    """What one rank has sealed of one step. Its bytes stand still as long as it is held.
+
+    Args:
+        slot: None when the rank writes nothing.
+        due: whether it still is to be written to the disk.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        title: Title,
+        slot: Slot | None,
+        size: int,
+        *,
+        header_size: int,
+        header_digest: str,
+        layout: str,
+        metadata: JSON,
+        due: bool,
+        pinned: bool,
+    ) -> None:
+        self.generation, self.title, self.slot, self.size = generation, title, slot, size
+        self.header_size, self.header_digest, self.layout = header_size, header_digest, layout
+        self.metadata, self.due, self.pinned = metadata, due, pinned
+        #: Who uses the slot: readers, the drain, the digests.
+        self.holds = 0
+        #: Given up: its slot is free as soon as nobody uses it.
+        self.released = False
+        self._digests = [b""] * chunk_count(size)
+        self._memory = slot.memory[:size] if slot is not None else memoryview(b"")
+        self._padded = slot.memory if slot is not None else memoryview(b"")
+        self._write = threading.Lock()
+        self._entry: bytes | None = None
+
+    def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
+        """Bytes [lo, hi), in the slot."""
+        return self._padded[lo:hi]
+
+    def digest(self, index: int, data: memoryview) -> bytes:
+        """The digest of one chunk, taken once, by whoever needs it first."""
+        found = self._digests[index]
+        if not found:
+            found = self._digests[index] = chunk_digest(data)
+        return found
+
+    def digest_from_the_end(self) -> None:
+        """Take digests beside a drain that begins at the start: they meet in the middle."""
+        for index in reversed(range(len(self._digests))):
+            if self.released:
+                return
+            lo, hi = chunk_range(index, self.size)
+            self.digest(index, self._memory[lo:hi])
+
+    def receipt(self) -> Receipt:
+        """The receipt of the shard; takes the digests that are still missing."""
+        missing = [index for index, found in enumerate(self._digests) if not found]
+
+        def work(number: int, scratch: _native.Buffer) -> None:
+            lo, hi = chunk_range(missing[number], self.size)
+            self.digest(missing[number], self._memory[lo:hi])
+
+        if missing:
+            workers().each(len(missing), work)
+        title = self.title
+        return Receipt(
+            run=title.run,
+            generation=title.generation,
+            step=title.step,
+            rank=title.rank,
+            world=title.world,
+            layout=self.layout,
+            size=self.size,
+            header_size=self.header_size,
+            header_digest=self.header_digest,
+            chunks=b"".join(self._digests),
+            metadata=self.metadata if title.rank == 0 else None,
+        )
+
+    def write(self, place: Place) -> bytes:
+        """Make shard and receipt durable, once; what the coordinator needs to know of them."""
+        if self.slot is None:
+            return b""
+        with self._write:
+            # What was written may have been taken away again, when another rank's part failed.
+            if self._entry is None or place.size(self._name) != self.size:
+                receipt = write(
+                    place,
+                    self.title,
+                    self,
+                    header_size=self.header_size,
+                    header_digest=self.header_digest,
+                    layout=self.layout,
+                    metadata=self.metadata,
+                    digest=self.digest,
+                )
+                self._entry = entry(receipt)
+            return self._entry
+
+    @property
+    def _name(self) -> str:
+        return paths.shard(self.title.generation, self.title.step, self.title.rank)
+
+    def forget_memory(self) -> None:
+        """Nothing is read of it any more."""
+        self._memory = self._padded = memoryview(b"")
+
+
+@dataclass
+class Step:
+    """What the node's ranks have sealed of one step.
+
+    Attributes:
+        complete: all ranks of the job have sealed it.
+        durable: it is committed in its store.
+    """
+
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    complete: bool = False
+    durable: bool = False
+
+
+@dataclass
+class Member:
+    """One trainer: the process that saves as one rank.
+
+    Attributes:
+        client: what tells it from others.
+        connections: that it has open.
+        left: it has said good-bye.
+    """
+
+    client: str
+    connections: int = 0
+    left: bool = False
+
+
+@dataclass
+class Signing:
+    """What rank 0 gave the agent to commit with.
+
+    Attributes:
+        key: the private key, hex.
+        since: links that were believed when the generation began.
+        keys: public keys that may sign.
+    """
+
+    key: str
+    since: int
+    keys: list[str]
+
+    def __repr__(self) -> str:
+        return "Signing(…)"  # the key stands in no log
+
+
+@dataclass
+class Generation:
+    """One start of the run as this node sees it.
+
+    Attributes:
+        locals: ranks on this node.
+        roots: folders over which the shards of a checkpoint are spread.
+        slots: for each rank at most so many.
+        by_rank: slots of each rank.
+        making: slots that are just being made, by rank.
+        durable: the newest step that is committed, −1: none.
+        settled: its trainers are gone, and what they left has been seen to.
+    """
+
+    number: int
+    world: int
+    root: str
+    place: Place
+    roots: int
+    slots: int
+    locals: frozenset[int]
+    fenced: bool = False
+    members: dict[int, Member] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    layouts: dict[str, bytes] = field(default_factory=dict)
+    by_rank: dict[int, list[Slot]] = field(default_factory=dict)
+    making: dict[int, int] = field(default_factory=dict)
+    signing: Signing | None = None
+    durable: int = -1
+    settled: bool = False
+
+    def must_be_current(self) -> None:
+        """Raise FencedError if a newer generation has begun."""
+        if self.fenced:
+            raise FencedError(
+                f"a newer generation of the run has begun on this node; this process, of generation {self.number}, can seal and "
+                "commit nothing any more"
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether a trainer is connected."""
+        return any(member.connections for member in self.members.values())
+
+    def whole(self, step: Step) -> bool:
+        """Whether all ranks of this node have sealed it."""
+        return self.locals <= step.snapshots.keys()
+
+    def newest_complete(self) -> int | None:
+        """The step that must not be lost: the newest of which it is known that all ranks have sealed it.
+
+        The ranks tell, while they live. After that, where all of them were here, it can be seen.
+        """
+        seen = len(self.locals) == self.world and (self.fenced or not self.alive)
+        found = [number for number, step in self.steps.items() if step.complete or (seen and self.whole(step))]
+        return max(found, default=None)

@@ -1,0 +1,210 @@
+"""What the agents of the nodes hold in memory: further candidates of a restore, and nearer sources of committed ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tierckpt import config
+from tierckpt.agent.client import Client
+from tierckpt.agent.protocol import Message, read_document
+from tierckpt.errors import IntegrityError, StoreError, TierckptError
+from tierckpt.format import paths
+from tierckpt.format.chain import CheckpointRef
+from tierckpt.format.manifest import Manifest, ShardRef
+from tierckpt.group import Group
+from tierckpt.restore.choice import Choice
+from tierckpt.telling import warn
+from tierckpt.tiers.base import Place
+from tierckpt.tiers.ram import RamPlace
+from tierckpt.tiers.store import Store
+
+
+@dataclass(frozen=True)
+class Held:
+    """A complete snapshot in the memory of the nodes, and what this rank can read of it.
+
+    Attributes:
+        ref: what it is called, or would be once committed.
+        manifest: of all its shards.
+        source: the lowest rank whose node has any of it, and so the layout.
+        ranks: those whose shards are on this rank's node; on its leader's word.
+        pinned: as passed to ``save``.
+    """
+
+    ref: CheckpointRef
+    manifest: Manifest
+    source: int
+    ranks: Sequence[int]
+    pinned: bool
+
+
+@dataclass
+class Memories:
+    """What is held of one store; empty where no agent runs. Its methods are not collective."""
+
+    run: str
+    url: str
+    held: dict[CheckpointRef, Held] = field(default_factory=dict)
+    client: Client | None = None
+
+    def store(self, ref: CheckpointRef) -> Store:
+        """The snapshot as a store of which only this checkpoint can be read."""
+        held = self.held[ref]
+        generation, step = ref.generation, ref.step
+        shards = {paths.shard(generation, step, rank): rank for rank in held.ranks}
+        sizes = {name: _size(held.manifest, rank) for name, rank in shards.items()}
+        documents: dict[str, Callable[[], bytes]] = {}
+        documents.update({paths.receipt(generation, step, r): partial(self._receipt, ref, r) for r in held.ranks})
+        documents[paths.manifest(generation, step)] = held.manifest.encode
+        documents[paths.layout(held.manifest.layout)] = partial(self.layout, held.manifest.layout)
+        place = RamPlace(f"memory of {self.url}", sizes, documents, lambda name: self._memory(ref, shards[name]))
+        return Store.bare(place, self.run)
+
+    def layout(self, digest: str) -> bytes:
+        """The layout file."""
+        with self._asked.request("layout", hash=digest) as reply:
+            return read_document(reply.descriptors[0])
+
+    def carry(self, ref: CheckpointRef) -> dict[int, bytes]:
+        """Make the shards of this node durable in their store; what to know of each for the manifest."""
+        with self._asked.request("carry", generation=ref.generation, step=ref.step) as reply:
+            told: Any = reply.fields.get("entries")
+        return {rank: entry.encode() for rank, entry in told}
+
+    def _memory(self, ref: CheckpointRef, rank: int) -> int:
+        with self._fetch(ref, rank) as reply:
+            return reply.take()
+
+    def _receipt(self, ref: CheckpointRef, rank: int) -> bytes:
+        with self._fetch(ref, rank) as reply:
+            return read_document(reply.descriptors[1])
+
+    def _fetch(self, ref: CheckpointRef, rank: int) -> Message:
+        return self._asked.request("fetch", generation=ref.generation, step=ref.step, rank=rank)
+
+    @property
+    def _asked(self) -> Client:
+        if self.client is None:
+            raise StoreError(f"no agent of run {self.run} runs on this node")
+        return self.client
+
+    def close(self) -> None:
+        """Let the agent reuse what was read."""
+        if self.client is not None:
+            self.client.close()
+
+
+@contextlib.contextmanager
+def memories(group: Group, place: Place, run: str, *, timeout: float) -> Iterator[Memories]:
+    """What the agents hold of the store of ``run`` at ``place``. Collective."""
+    found = Memories(run, place.url)
+    try:
+        client = Client(run, config.node(), start=False, timeout=timeout)
+        # One rank of each node asks for all of it; what it hears is true for the node's other ranks.
+        told = group.vote(f"what is held in memory of {place.url}", lambda: _ask(group, client, place))
+        try:
+            if any(told) and client.connect():
+                found.client = client
+        except TierckptError as error:
+            warn(f"the agent of run {run} is left alone: {error}")
+        _combine(group, run, told, found)
+        yield found
+    finally:
+        found.close()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint, and where it would be read from.
+
+    Attributes:
+        store: that has it.
+        source: a rank that has its documents.
+        tier: of the store.
+    """
+
+    ref: CheckpointRef
+    store: Store
+    source: int
+    tier: str
+
+
+def all_candidates(choice: Choice, found: Memories, place: Place, step: int | None) -> list[Candidate]:
+    """What to try, best first. The chain says what is in the lineage; what is in memory is read from there first.
+
+    A snapshot that was not committed belongs to the generation that made it: it counts while that is the newest, and
+    only beyond what it has committed.
+    """
+    disk = Store.bare(place, choice.run)
+    uncommitted = [
+        ref
+        for ref in found.held
+        if ref.generation == choice.generation and ref.step > choice.last and step in (None, ref.step)
+    ]
+    newer = [ref for ref in uncommitted if all(ref.step >= other.step for other in choice.refs)]
+    refs = [*sorted(newer, key=lambda ref: ref.step, reverse=True), *choice.refs]
+    if step is not None and uncommitted:
+        refs = [*uncommitted, *choice.refs]
+    tries = []
+    for ref in refs:
+        if ref in found.held:
+            tries.append(Candidate(ref, found.store(ref), found.held[ref].source, "ram"))
+        if ref not in uncommitted:
+            tries.append(Candidate(ref, disk, choice.source, "disk"))
+    return tries
+
+
+def _ask(group: Group, client: Client, place: Place) -> bytes:
+    if group.rank not in group.leaders:
+        return b""
+    try:
+        if not client.connect():
+            return b""
+        with client.request("held", root=place.url) as reply:
+            return json.dumps(reply.fields["snapshots"]).encode()
+    except TierckptError as error:
+        # Memory is a nearer source, not the only one: what is wrong with it must not stop a restore.
+        warn(f"the memory of node {client.node} is not looked at: {error}")
+        return b""
+
+
+def _combine(group: Group, run: str, told: Sequence[bytes], found: Memories) -> None:
+    """Put together what the nodes have; what is whole is held."""
+    parts: dict[tuple[int, int], list[tuple[int, dict[str, Any]]]] = {}
+    for rank, said in enumerate(told):
+        for snapshot in json.loads(said) if said else ():
+            parts.setdefault((snapshot["generation"], snapshot["step"]), []).append((rank, snapshot))
+    for (generation, step), nodes in parts.items():
+        first = nodes[0][1]
+        shards: dict[int, tuple[int, str]] = {}
+        for _, part in nodes:
+            shards.update((rank, (size, digest)) for rank, size, digest in part["shards"])
+        same = all((part["world"], part["layout"]) == (first["world"], first["layout"]) for _, part in nodes)
+        if not same or set(shards) != set(range(first["world"])) or not shards[0][0]:
+            continue  # some rank had not sealed it, or its node is gone
+        metadata = next((part["metadata"] for _, part in nodes if part["metadata"] is not None), None)
+        manifest = Manifest(
+            run=run,
+            generation=generation,
+            step=step,
+            world=first["world"],
+            layout=first["layout"],
+            metadata=metadata,
+            shards=tuple(ShardRef(rank, *shard) for rank, shard in sorted(shards.items()) if shard[0]),
+        )
+        mine = [part for leader, part in nodes if leader == group.node_of[group.rank]]
+        ranks = [rank for part in mine for rank, size, _ in part["shards"] if size]
+        ref = CheckpointRef(generation, step, manifest.id)
+        found.held[ref] = Held(ref, manifest, nodes[0][0], ranks, any(part["pinned"] for _, part in nodes))
+
+
+def _size(manifest: Manifest, rank: int) -> int:
+    shard = manifest.shard(rank)
+    if shard is None:
+        raise IntegrityError(f"rank {rank} has no shard in step {manifest.step}")
+    return shard.size

@@ -1,0 +1,145 @@
+"""The RAM tier as a trainer sees it: its slots in the agent, and the thread that knows which steps are complete."""
+
+from __future__ import annotations
+
+from tierckpt import config
+from tierckpt.agent.client import Client, Joining
+from tierckpt.agent.coordinator import Coordinator
+from tierckpt.agent.drain import Drain, Job
+from tierckpt.agent.sealing import Sealing
+from tierckpt.agent.writing import Shard
+from tierckpt.config import Ram
+from tierckpt.errors import ArenaFullError, FencedError, SkippedError, TierckptError
+from tierckpt.group import Group
+from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
+from tierckpt.telling import warn
+
+
+class RamTier:
+    """This rank's part in one generation, from :meth:`join` to :meth:`close`.
+
+    Args:
+        policy: the user's.
+        group: its ranks save together.
+        channels: between these ranks, for the thread that finds out what is complete.
+    """
+
+    def __init__(self, policy: Ram, group: Group, channels: Group, coordinator: Coordinator, drain: Drain) -> None:
+        self._policy, self._group, self._coordinator, self._drain = policy, group, coordinator, drain
+        client = self._client = Client(coordinator.run, config.node(), start=True, timeout=group.timeout)
+        self.arena = RemoteArena(client, coordinator.fenced, policy.slots)
+        self.sealing = Sealing(channels, drain, slots=policy.slots, complete=self.arena.complete, drop=self.arena.drop)
+
+    def join(self) -> None:
+        """Take part in the coordinator's generation, which fences older ones; the drain's shards are written by the agent.
+
+        Collective.
+
+        Raises:
+            FencedError: a newer generation has begun.
+            StoreError: some node has no agent and could start none.
+        """
+        group, coordinator, policy = self._group, self._coordinator, self._policy
+        here = group.node_of[group.rank]
+        joining = Joining(
+            generation=coordinator.generation,
+            rank=group.rank,
+            world=group.size,
+            locals=[rank for rank, leader in enumerate(group.node_of) if leader == here],
+            root=coordinator.place.url,
+            roots=len(coordinator.roots.leaders),
+            origin=coordinator.origin,
+            slots=policy.slots,
+            budget=policy.budget_bytes,
+            idle=policy.idle,
+            deadline=policy.drain_deadline,
+            signing=coordinator.signing if group.rank == 0 else None,
+        )
+
+        def part() -> bytes:
+            self._client.join(joining)
+            return b""
+
+        try:
+            group.vote(f"joining the agent of run {coordinator.run}", part)
+        except BaseException:
+            self._leave()
+            raise
+        self._drain.writer = self.arena
+        self._drain.overtakes = policy.on_full == "overtake"
+
+    def acquire(self, step: int, size: int) -> RemoteSlot:
+        """A slot of the agent.
+
+        Raises:
+            ArenaFullError: no slot became free, or the budget has no room.
+            SkippedError: no slot is free, and such steps are skipped.
+            AgentLostError: the agent died; the next save goes on with a new one.
+        """
+        skips = self._policy.on_full == "skip"
+        try:
+            return self.arena.acquire(size, 0.0 if skips else self._group.timeout)
+        except ArenaFullError as error:
+            if skips:
+                raise SkippedError(f"step {step} was skipped: {error}") from error
+            raise
+
+    def replaced(self) -> None:
+        """Another one has joined a newer generation: what is held stays until that has something durable."""
+        self.sealing.close()
+        self.arena.close()
+
+    def finish(self) -> Job | None:
+        """Find out of every sealed step whether it is complete; the newest if it is only in memory."""
+        return self.sealing.close()
+
+    def close(self, *, failed: bool) -> None:
+        """Take leave of the agent; after a failure without a word, so that it keeps what it has for the next start."""
+        if failed:
+            self.arena.close()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self.arena.bye()
+        except FencedError:
+            self.arena.close()  # a newer generation has it now
+        except TierckptError as error:
+            warn(str(error))
+
+
+class AgentMemory:
+    """Where one step of this rank is kept in the agent (see :class:`tierckpt.snapshot.staging.Memory`).
+
+    Args:
+        due: whether the step is due on the disk.
+        pinned: whether it is never to be retired.
+    """
+
+    seals = True
+
+    def __init__(self, tier: RamTier, step: int, *, due: bool, pinned: bool) -> None:
+        self._tier, self._step, self._due, self._pinned = tier, step, due, pinned
+
+    def acquire(self, size: int) -> RemoteSlot:
+        """See :meth:`RamTier.acquire`."""
+        return self._tier.acquire(self._step, size)
+
+    def seal(self, slot: Slot | RemoteSlot | None, shard: Shard) -> None:
+        """From then on this process may die.
+
+        Raises:
+            AgentLostError: the agent died; the next save goes on with a new one.
+        """
+        assert not isinstance(slot, Slot)
+        self._tier.arena.seal(self._step, slot, shard, due=self._due, pinned=self._pinned)
+
+    def drop(self) -> None:
+        """What was sealed is of no use."""
+        self._tier.arena.drop(self._step)
+
+    def settled(self, durable: bool) -> None:
+        """Nothing more is written of it."""
+        self._tier.arena.settled(self._step, durable)

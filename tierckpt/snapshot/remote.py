@@ -1,0 +1,206 @@
+"""Slots in the memory of the node's agent, as a trainer sees them."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from tierckpt.agent.client import AgentLostError, Client
+from tierckpt.agent.protocol import document
+from tierckpt.agent.slots import map_slot
+from tierckpt.agent.writing import Shard, Title
+from tierckpt.errors import FencedError, StoreError, TierckptError
+from tierckpt.format.canonical import JSON
+from tierckpt.tiers.base import Place
+
+_log = logging.getLogger("tierckpt")
+
+
+class RemoteSlot:
+    """Memory of the agent that this process fills."""
+
+    def __init__(self, arena: RemoteArena, number: int, buffer: mmap.mmap, epoch: int) -> None:
+        self._arena: RemoteArena | None = arena
+        self.number, self.buffer, self.epoch = number, buffer, epoch
+
+    def release(self) -> None:
+        """Give it back unsealed."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena._tell("release", self.epoch, slot=self.number)
+
+
+class RemoteArena:
+    """Slots of this rank, and what becomes of them. Maps each once.
+
+    Args:
+        client: joined.
+        slots: that this rank may have.
+        fenced: why this process can commit nothing any more, empty if it can: asked when another agent than before answers,
+            which knows of no newer generation.
+    """
+
+    def __init__(self, client: Client, fenced: Callable[[], str], slots: int) -> None:
+        self._client, self._fenced, self._slots = client, fenced, slots
+        # Slots are asked for by who saves, sealed by the thread that finds out what is complete.
+        self._lock = threading.RLock()
+        # The next slot, while they are new: to make and map one takes far longer than to fill it.
+        self._ahead: _Ahead | None = None
+        self._epoch = -1
+        self._mapped: dict[int, mmap.mmap] = {}
+        #: Layouts that the agent has.
+        self._layouts: set[str] = set()
+        #: Which agent holds each sealed step.
+        self._sealed: dict[int, int] = {}
+
+    def acquire(self, size: int, wait: float) -> RemoteSlot:
+        """A slot of at least ``size`` bytes; waits at most ``wait`` seconds until one is free.
+
+        Raises:
+            ArenaFullError: none became free, or the budget has no room for it.
+            FencedError: a newer generation has begun.
+        """
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        slot = ahead.result() if ahead is not None else None
+        if slot is not None:
+            if len(slot.buffer) >= size and self._client.connect() and slot.epoch == self._client.epoch:
+                return slot
+            slot.release()
+        try:
+            return self._acquire(size, wait)
+        except AgentLostError:
+            # Nothing of this save was in the agent that died: a new one does.
+            return self._acquire(size, wait)
+
+    def _acquire(self, size: int, wait: float) -> RemoteSlot:
+        with self._client.request("slot", (), wait, size=size, wait=int(wait * 1000)) as reply, self._lock:
+            self._must_know_agent()
+            number, capacity = reply.fields["slot"], reply.fields["capacity"]
+            if type(number) is not int or type(capacity) is not int:
+                raise StoreError("the agent gave a slot without a number")
+            live = reply.fields["live"]
+            if type(live) is list:
+                for gone in self._mapped.keys() - set(live):
+                    del self._mapped[gone]
+            buffer = self._mapped.get(number)
+            if buffer is None or len(buffer) != capacity:
+                descriptor = reply.take()
+                try:
+                    buffer = self._mapped[number] = map_slot(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
+        return RemoteSlot(self, number, buffer, self._epoch)
+
+    def _must_know_agent(self) -> None:
+        if self._client.epoch != self._epoch:
+            fenced = self._fenced() if self._epoch >= 0 else ""
+            if fenced:
+                raise FencedError(fenced)
+            self._epoch = self._client.epoch
+            self._mapped.clear()
+            self._layouts.clear()
+
+    def seal(self, step: int, slot: RemoteSlot | None, shard: Shard, *, due: bool, pinned: bool) -> None:
+        """From here on this process may die. ``slot`` is None when this rank writes nothing."""
+        with self._lock:
+            if slot is None:
+                self._must_know_agent()
+        epoch = self._epoch if slot is None else slot.epoch
+        new = shard.layout_hash not in self._layouts
+        descriptors = [document(shard.layout)] if new else []
+        try:
+            self._client.request(
+                "seal",
+                descriptors,
+                0.0,
+                epoch,
+                step=step,
+                slot=None if slot is None else slot.number,
+                size=shard.size,
+                header_size=shard.header_size,
+                header_digest=shard.header_digest,
+                layout=shard.layout_hash,
+                metadata=shard.metadata,
+                due=due,
+                pinned=pinned,
+            )
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        with self._lock:
+            self._layouts.add(shard.layout_hash)
+            self._sealed[step] = epoch
+            if slot is None:
+                return
+            slot._arena = None
+            if self._ahead is None and len(self._mapped) < self._slots:
+                self._ahead = _Ahead(lambda: self._acquire(shard.size, 0.0))
+
+    def complete(self, step: int, due: bool) -> None:
+        """All ranks have sealed ``step``; ``due``: it is to be written to the disk."""
+        self._client.request("complete", (), 0.0, self._sealed.get(step), step=step, due=due)
+
+    def settled(self, step: int, durable: bool) -> None:
+        """Nothing more is to be written of ``step``."""
+        self._tell("settled", self._sealed.pop(step, None), step=step, durable=durable)
+
+    def drop(self, step: int) -> None:
+        """The save of ``step`` has failed."""
+        self._tell("drop", self._sealed.pop(step, None), step=step)
+
+    def write(self, place: Place, title: Title, shard: Shard) -> bytes:
+        """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`)."""
+        entry = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step).fields.get(
+            "entry"
+        )
+        if type(entry) is not str:
+            raise StoreError("the agent did not say what it wrote")
+        return entry.encode()
+
+    def _tell(self, op: str, epoch: int | None, **fields: JSON) -> None:
+        """What the agent is told so that it can give something up: one that died has given up everything."""
+        try:
+            self._client.request(op, (), 0.0, epoch, **fields)
+        except TierckptError as error:
+            _log.debug("%s: %s", op, error)
+
+    def bye(self) -> None:
+        """This rank saves no more; the last one of the node waits until what was to be drained is."""
+        self._forget()
+        self._client.bye()
+
+    def close(self) -> None:
+        """Let go without a good-bye: the agent drains what is left and keeps it for the next start."""
+        self._forget()
+        self._client.close()
+
+    def _forget(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.result()
+        self._mapped.clear()
+
+
+class _Ahead:
+    """A slot that is got ready while training goes on."""
+
+    def __init__(self, get: Callable[[], RemoteSlot]) -> None:
+        self._get = get
+        self._slot: RemoteSlot | None = None
+        self._thread = threading.Thread(target=self._run, name="tierckpt-slot", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._slot = self._get()
+        except TierckptError as error:
+            _log.debug("no slot ahead: %s", error)  # who needs it will ask, and be told
+
+    def result(self) -> RemoteSlot | None:
+        """The slot, once it is ready; None if there was none to be had."""
+        self._thread.join()
+        return self._slot
