@@ -40,7 +40,12 @@ def flatten(state: Any) -> Flat:
     Raises ``StateError`` naming the path for what cannot be saved; values are looked at only when they are
     encoded.
     """
-    return _Emitter().run(live.walk(state))
+    return flat_of(live.walk(state))
+
+
+def flat_of(root: Node) -> Flat:
+    """The same of a live tree."""
+    return _Emitter().run(root)
 
 
 _TENSOR: JSON = ["tensor"]

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
@@ -15,10 +15,13 @@ from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
-from tierckpt.state.flat import Flat, flatten
+from tierckpt.state import live
+from tierckpt.state.flat import flat_of
 from tierckpt.state.layout import Described, Describer
+from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
-from tierckpt.state.plan import WritePlan, compose, local_description
+from tierckpt.state.plan import Places, WritePlan, compose, local_description
+from tierckpt.state.recall import Recall, Recalled
 from tierckpt.state.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -56,13 +59,25 @@ class Prepared:
 
 @dataclass
 class Taken:
-    """A state taken apart: what it holds and what this rank says of it."""
+    """A state taken apart: what it holds and what this rank says of it.
 
-    flat: Flat
-    described: dict[str, Described]
-    description: bytes
+    ``recall`` finds the same again, if it can be found. ``found`` is None when the state was taken apart in full.
+    """
+
+    tensors: Mapping[str, LiveTensor]
+    described: Mapping[str, Described]
+    said: Said
     encoded: dict[str, JSON]
     per_rank: dict[str, JSON]
+    recall: Recall | None
+    found: Recalled | None = None
+
+
+class Said(NamedTuple):
+    """What this rank says of a state. ``digest``: of the description."""
+
+    description: bytes
+    digest: bytes
 
 
 class Planner:
@@ -77,6 +92,10 @@ class Planner:
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
         self._total = 0
+        self._recall: tuple[Recall, Said] | None = None
+        # The recall whose tensors look as the plan wants them, and where it has their addresses.
+        self._fits: Recall | None = None
+        self._places: Places | None = None
 
     def prepare(self, state: Any) -> None:
         """Plan ahead. Collective."""
@@ -95,12 +114,12 @@ class Planner:
         def part() -> bytes:
             said = mine()
             taken.append(self._take_apart(state))
-            return derive("description", taken[0].description) + said
+            return taken[0].said.digest + said
 
         results = self._group.vote(what, part)
         key = tuple(result[:32] for result in results)
         if key != self._key or self._layout is None:
-            self._compose(what, key, taken[0].description)
+            self._compose(what, key, taken[0].said.description)
         layout = self._layout
         assert layout is not None
         assert self._replicas is not None
@@ -118,11 +137,29 @@ class Planner:
         return Prepared(plan, table, pointers, keep, self._total)
 
     def _take_apart(self, state: Any) -> Taken:
-        flat = flatten(state)
+        if self._recall is not None:
+            recall, said = self._recall
+            found = recall.again(state)
+            if found is not None:
+                return Taken(
+                    found.by_name(),
+                    found.described(),
+                    said,
+                    _encoded(found.values),
+                    _encoded(found.per_rank),
+                    recall,
+                    found,
+                )
+            self._recall = None
+        root = live.walk(state)
+        flat = flat_of(root)
         describe = self._describer.describe
         described = {name: describe(tensor, name=name) for name, tensor in flat.tensors.items()}
         description = local_description(described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size)
-        return Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
+        said = Said(description, derive("description", description))
+        new = Recall.of(root, flat, described)
+        self._recall = None if new is None else (new, said)
+        return Taken(flat.tensors, described, said, _encoded(flat.values), _encoded(flat.per_rank), new)
 
     def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
         """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""
@@ -157,16 +194,30 @@ class Planner:
         plan = self._plan
         if plan is not None and (plan.blob is None) == (blob is None):
             try:
-                pointers, keep = plan.pointers(taken.flat.tensors, blob)
+                pointers, keep = self._pointers(plan, taken, blob)
                 return plan, self._table, pointers, keep
             except LayoutError:
                 # Strides changed, or the values outgrew their place: only this rank's shard looks different.
                 self._plan = None
+        self._fits = None
         plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
         table = plan.table() if plan.header is not None else None
-        pointers, keep = plan.pointers(taken.flat.tensors, blob)
+        pointers, keep = self._pointers(plan, taken, blob)
         self._plan, self._table = plan, table
         return plan, table, pointers, keep
+
+    def _pointers(self, plan: WritePlan, taken: Taken, blob: bytes | None) -> tuple[array[int], list[object]]:
+        """Raises ``LayoutError`` when ``plan`` was made for tensors that look different, or for a smaller blob."""
+        recall = taken.recall
+        if taken.found is None or recall is None or recall is not self._fits:
+            self._fits = None
+            found = plan.pointers(taken.tensors, blob)
+            # What the recall finds looks like what these have been compared with.
+            self._fits, self._places = recall, None
+            return found
+        if self._places is None:
+            self._places = plan.places(recall.places)
+        return plan.pointers_at(taken.found.addresses, self._places, blob)
 
 
 def _encoded(live: Mapping[str, Any]) -> dict[str, JSON]:
