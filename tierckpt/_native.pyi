@@ -187,9 +187,9 @@ class Recall:
 
 @final
 class Looks:
-    """What tensors looked like: dtype, shape, strides, which of them are the same memory. For one thread at a time.
+    """What tensors looked like: dtype, shape, strides, which of them are the same memory.
 
-    It calls the descriptors of ``tensor``, and of the tensors themselves keeps nothing.
+    Any number of threads may use one at once. It calls the descriptors of ``tensor``, and keeps no tensors.
     """
 
     def __init__(
