@@ -77,7 +77,7 @@ def check(before: Full, found: Recalled, state: Any, world: int = 1) -> None:
     """What was found is what taking ``state`` apart finds, and that says the same as before."""
     now = Full(state, world)
     assert now.description == before.description
-    assert now.flat.optimizer_storages == before.flat.optimizer_storages
+    assert now.flat.optimizer_storages == before.flat.optimizer_storages == found.recall.optimizer_storages
     assert list(found.by_name()) == list(now.flat.tensors) == found.recall.names
     for name, tensor in now.flat.tensors.items():
         mine = found.by_name()[name]
@@ -275,6 +275,7 @@ CHANGES: dict[str, tuple[Callable[[World], object], bool]] = {
     "negated in place": (lambda w: set_data(w.ema["kept"], torch._neg_view), False),
     "conjugated": (lambda w: put(w.listed, 1, lambda pair: (pair[0].conj(), 5)), False),
     "meta": (lambda w: put(w.ema, "kept", lambda t: t.to("meta")), False),
+    "meta, empty": (lambda w: put(w.odd, ("a", 2), lambda t: t.to("meta")), False),
     "sparse": (lambda w: put(w.ema, "kept", lambda t: t.to_sparse()), False),
     "mkldnn": (lambda w: put(w.ema, "kept", lambda t: t.to_mkldnn()), False),
     "made in inference mode": (lambda w: put(w.listed, 0, lambda t: inference()), True),

@@ -61,7 +61,8 @@ class Prepared:
 class Taken:
     """A state taken apart: what it holds and what this rank says of it.
 
-    ``recall`` finds the same again, if it can be found. ``found`` is None when the state was taken apart in full.
+    ``optimizer_storages``: as in `Flat`. ``recall`` finds the same again, if it can be found. ``found`` is None when the
+    state was taken apart in full.
     """
 
     tensors: Mapping[str, LiveTensor]
@@ -69,6 +70,7 @@ class Taken:
     said: Said
     encoded: dict[str, JSON]
     per_rank: dict[str, JSON]
+    optimizer_storages: set[str]
     recall: Recall | None
     found: Recalled | None = None
 
@@ -147,6 +149,7 @@ class Planner:
                     said,
                     _encoded(found.values),
                     _encoded(found.per_rank),
+                    recall.optimizer_storages,
                     recall,
                     found,
                 )
@@ -159,7 +162,15 @@ class Planner:
         said = Said(description, derive("description", description))
         new = Recall.of(root, flat, described)
         self._recall = None if new is None else (new, said)
-        return Taken(flat.tensors, described, said, _encoded(flat.values), _encoded(flat.per_rank), new)
+        return Taken(
+            flat.tensors,
+            described,
+            said,
+            _encoded(flat.values),
+            _encoded(flat.per_rank),
+            flat.optimizer_storages,
+            new,
+        )
 
     def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> None:
         """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""

@@ -111,8 +111,8 @@ class _Unknown(Exception):
 class Recall:
     """Made from a state that was just taken apart (see ``of``); then ``again`` finds it.
 
-    ``names`` are those of ``Flat.tensors``. ``places`` has for the number of a local tensor among those with elements
-    (as in ``Described.pieces``) of the tensor of a name the index of its row in ``Recalled.addresses``.
+    ``names`` are those of ``Flat.tensors``, ``optimizer_storages`` as there. ``places`` has for a name and the number of a
+    local tensor with elements (as in ``Described.pieces``) the index of its row in ``Recalled.addresses``.
     """
 
     def __init__(self, root: Node, flat: Flat, described: Mapping[str, Described]) -> None:
@@ -121,6 +121,7 @@ class Recall:
         if made.tensors != list(flat.tensors) or made.values != list(flat.values):
             raise _Unknown("steps in another order than the tree")
         self.names = made.tensors
+        self.optimizer_storages = flat.optimizer_storages
         self.places: dict[tuple[str, int], int] = {}
         self._value_names, self._per_rank_names = made.values, made.per_rank
         self._special, self._rewritten = made.special, made.rewritten
@@ -185,36 +186,36 @@ class Recall:
         present: list[bool] = []
         extra: list[torch.Tensor] = []
         for i, (name, value) in enumerate(zip(self.names, tensors, strict=True)):
-            row = described[name]
+            dtype, shape, cut, pieces, _ = described[name]
             boxes: list[tuple[Box, int]] = []
             for number, tensor in enumerate(_local_tensors(value)):
                 if type(tensor) not in PLAIN:
                     raise _Unknown(f"a {type(tensor).__name__} inside of a tensor")
                 # Those with elements, in the same order.
                 piece = len(boxes)
-                has_piece = piece < len(row.pieces) and row.pieces[piece][1] is tensor
+                has_piece = piece < len(pieces) and pieces[piece][1] is tensor
                 if has_piece:
                     self.places[name, piece] = len(sources)
-                    boxes.append((row.pieces[piece][0], number))
+                    boxes.append((pieces[piece][0], number))
                 if isinstance(value, Pieces):
                     sources.append(~len(extra))
                     extra.append(tensor)
                 else:
                     sources.append(i)
-                inside.append(is_dtensor(value))
+                inside.append(type(value) not in PLAIN and is_dtensor(value))
                 present.append(has_piece)
                 self._owners.append(i)
-            if len(boxes) != len(row.pieces):
+            if len(boxes) != len(pieces):
                 raise _Unknown("pieces that are in no local tensor")
-            self._forms[name] = i, row.dtype, row.shape, row.cut, boxes
+            self._forms[name] = i, dtype, shape, cut, boxes
         self._looks = _native.Looks(torch.Tensor, tensors, extra, sources, inside, present)
 
 
 def _local_tensors(value: LiveTensor) -> Sequence[Any]:
-    if isinstance(value, Pieces):
-        return [tensor for _, tensor in value.pieces]
     if type(value) in PLAIN:
         return (value,)
+    if isinstance(value, Pieces):
+        return [tensor for _, tensor in value.pieces]
     return (value._local_tensor,)  # type: ignore[attr-defined]
 
 
