@@ -138,6 +138,19 @@ def test_find(data: st.DataObject) -> None:
         assert same(native.find(value), plain.find(value))
 
 
+def test_keys() -> None:
+    """A key is the same only if it is stored as the same: 1 and True are not, though a dict cannot tell them apart."""
+    keys = [*KEYS, 1.0, 0, "A", "", 1001, -1, 1 << 70, b"", (1, "a"), ("a", 1.0), ("a",), (), 2.5 + 0, "é"]
+    for known in keys:
+        step = ("mapping", dict, (known,), (("value", 0),), -1)
+        native = Recall(step, SCALARS, is_value, is_value, leaves=0, values=1, per_rank=0)
+        plain = PlainRecall(step, SCALARS, is_value, is_value, leaves=0, values=1, per_rank=0)
+        for key in (*keys, "".join(["a"]), int("1000"), 1 << 70, bytes(bytearray(b"x")), ("a", int("1"))):
+            found = native.find({key: 0})
+            assert same(found, plain.find({key: 0})), (known, key)
+            assert found is None or (type(key) is type(known) and key == known)
+
+
 class Optimizer:
     def __init__(self, groups: Any, state: Any) -> None:
         self.param_groups, self.state = groups, state
