@@ -13,6 +13,7 @@
 #include "buffer.h"
 #include "copy.h"
 #include "io.h"
+#include "recall.h"
 #include "stream.h"
 #include "table.h"
 
@@ -231,6 +232,7 @@ PYBIND11_MODULE(_native, m) {
         "The instruction sets of the non-temporal copies that this machine runs, best first.");
   m.def("stream_copy", &py_stream_copy, "dst"_a, "src"_a, "kernel"_a = py::none(),
         "Copy `src` to `dst`, of the same size, past the caches.");
+  bind_recall(m);
 }
 
 }  // namespace tierckpt

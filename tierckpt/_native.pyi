@@ -4,7 +4,8 @@ All functions take any contiguous object with the buffer protocol; a buffer stay
 neither resized nor freed, until the call returns.
 """
 
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from typing_extensions import Buffer as _Readable
 
@@ -125,6 +126,116 @@ class CopyTable:
         By default ranges of 1 MiB and more are written past the caches: nothing hashes the tensors then.
         Where several elements of boxes are the same memory, one of them wins.
         """
+
+@final
+class Recall:
+    """What a live state looked like, container by container. Immutable; any number of threads may use one at once.
+
+    It is made from *steps*, each of which says what must be found at one place of the state. They are tuples:
+
+    * ``("tensor", type, i)``: an object of exactly this type, which becomes leaf ``i``. ``("per_rank", type, i)`` likewise.
+    * ``("value", i)``: what holds no tensors; it becomes value ``i``. An index of -1 is for what is looked at only.
+    * ``("mapping", type, keys, children, i)``: a dict of exactly this type with these keys in this order, and a step for
+      each of its items; it becomes value ``i``. Keys are the same object, or equal and of one type: str, int, bytes or tuples
+      of them.
+    * ``("sequence", type, children)``: a list or tuple of exactly this type and length.
+    * ``("module", type, hooks, parameters, buffers, modules, persistent)``: an ``nn.Module`` that saves what is in it: the
+      three are steps for the dicts that it keeps, ``persistent`` says of each buffer whether it is saved. ``hooks``: 0,
+      there are none for state dicts; 1, ``is_sharded`` is asked first; 2, they do not matter.
+    * ``("wrapper", type, name, child)``: the attribute of this name is what counts.
+    * ``("call", type, function, child)``: what ``function`` returns for it; ``NotImplemented`` means no.
+    * ``("optimizer", type, function, i, groups, states)``: an ``Optimizer`` of which ``function`` says True; it becomes value
+      ``i``. In its groups ``("parameters", leaves)`` is a list of tensors that are these leaves, -1 for those that are none, and
+      ``("names", names)`` a list of str. ``("states", type, numbers, children)`` is a dict with the parameter of each
+      number as its key, counted through all groups; -1 for whatever else.
+    * ``("none",)``, ``("anything",)``, ``("empty",)``: None, any object, an empty dict.
+
+    It is a part of the garbage collector's graph, and refers to what is in the steps.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[Any, ...],
+        scalars: tuple[type, ...],
+        is_value: Callable[[Any, int], bool],
+        is_sharded: Callable[[Any], bool],
+        *,
+        leaves: int,
+        values: int,
+        per_rank: int,
+    ) -> None:
+        """Take the step of the root.
+
+        Args:
+            steps: see above.
+            scalars: types that are values whatever they hold.
+            is_value: asked for objects that are neither scalars nor lists, tuples and dicts; told how many containers are
+                around them.
+            is_sharded: asked for modules with hooks.
+            leaves, values, per_rank: how many there are of each.
+
+        Raises:
+            ValueError: a malformed step, or an index that is too large.
+        """
+
+    def find(self, state: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
+        """The leaves, values and per-rank leaves of ``state`` by index (None where no step has the index), if it is as
+        the steps say, else None.
+
+        Also None when Python code that is asked raises an ``Exception``.
+        """
+
+@final
+class Looks:
+    """What tensors looked like: dtype, shape, strides, which of them are the same memory.
+
+    Any number of threads may use one at once. It calls the descriptors of ``tensor``, and keeps no tensors.
+    """
+
+    def __init__(
+        self,
+        tensor: type,
+        leaves: list[Any],
+        extra: list[Any],
+        sources: Sequence[int],
+        inside: Sequence[bool],
+        present: Sequence[bool],
+    ) -> None:
+        """Look at tensors for the first time, one row for each.
+
+        Args:
+            tensor: ``torch.Tensor``.
+            leaves: what a state holds, tensors or not.
+            extra: tensors that are in none of the leaves.
+            sources: of each row the index of a leaf, or ``~i`` for number ``i`` of the extra ones.
+            inside: whether the tensor is the local one of a leaf that is a ``DTensor``.
+            present: whether it has elements, and so must have an address.
+
+        Raises:
+            ValueError: columns differ in length.
+            IndexError: there is no such tensor.
+        """
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @property
+    def usable(self) -> bool:
+        """False if a tensor is not in CPU memory as it is: then no tensors ever look the same."""
+
+    def look(self, leaves: list[Any], extra: list[Any], addresses: _Readable, versions: _Readable) -> bool:
+        """Whether tensors look as those did: the same types, dtypes, shapes, strides and placements; the same of them the
+        same object; the same of them at the same address, and no others.
+
+        Then ``addresses`` (``array('Q')``) and ``versions`` (``array('q')``) have an item for each row: where the first
+        element is, and the version counter, -1 where there is none.
+
+        Raises:
+            ValueError: a column of another length than the rows.
+        """
+
+    def changed(self, leaves: list[Any], extra: list[Any], addresses: _Readable, versions: _Readable) -> list[int]:
+        """The rows that are at another address by now, or have another version."""
 
 def populate(buffer: _Readable) -> None:
     """Make all pages of a writable buffer present and writable, in parallel, without changing them.

@@ -27,50 +27,42 @@ from tierckpt.telling import warn
 
 
 class Watch:
-    """What tells that tensors were changed: their version counters, their addresses, and the optimizers' step counts.
+    """What tells that tensors were changed: version counters, addresses, and the step counts of optimizers.
 
-    Fused optimizers and writes through ``.data`` bump no version; the step counts find the former.
+    Fused optimizers and writes through ``.data`` bump no version; step counts find the former.
 
     Args:
-        tensors: local ones, by name.
-        optimizers: those whose state they are.
+        changed: the names of tensors of which version or address are not as they were.
+        steps: some step counts, of one element each, in CPU memory.
     """
 
-    def __init__(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._names = [name for name, _ in tensors]
-        self._tensors = [tensor for _, tensor in tensors]
-        self._optimizers = optimizers
-        self._before = self._look()
-
-    def _look(self) -> tuple[list[int], list[int], list[Any]]:
-        tensors = self._tensors
-        steps = [_steps(optimizer) for optimizer in self._optimizers]
-        return [tensor._version for tensor in tensors], [tensor.data_ptr() for tensor in tensors], steps
+    def __init__(self, changed: Callable[[], list[str]], steps: Sequence[torch.Tensor]) -> None:
+        self._changed, self._steps = changed, steps
+        self._before = [step.item() for step in steps]
 
     def changes(self) -> list[str]:
-        """Names of what may have changed since this was made."""
-        versions, addresses, steps = self._before
-        now = self._look()
-        if now == self._before:
-            return []
-        rows = zip(self._names, versions, now[0], addresses, now[1], strict=True)
-        found = [readable(name) for name, before, after, at, then in rows if before != after or at != then]
-        return found or ["the state of an optimizer"] * (steps != now[2])
+        """What may have changed since this was made."""
+        found = [readable(name) for name in self._changed()]
+        if not found and [step.item() for step in self._steps] != self._before:
+            return ["the state of an optimizer"]
+        return found
 
 
-def _steps(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The step counts of the first parameter of each group, where they can be read without waiting for a device."""
-    found = []
-    for group in optimizer.param_groups:
-        state = optimizer.state.get(group["params"][0]) if group["params"] else None
-        step = state.get("step") if state else None
-        if isinstance(step, torch.Tensor):
-            found.append(step.item() if type(step) is torch.Tensor and step.is_cpu and step.numel() == 1 else None)
-        else:
-            found.append(step)
-    return found
+class Versions:
+    """The version counters and addresses of local tensors, by name."""
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._before = self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        # Tensors made in inference mode count no versions.
+        return [(0 if t.is_inference() else t._version, t.data_ptr()) for _, t in self._tensors]
+
+    def changed(self) -> list[str]:
+        """Names of those that are not as they were."""
+        rows = zip(self._tensors, self._before, self._look(), strict=True)
+        return [name for (name, _), before, now in rows if before != now]
 
 
 class Copy:

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-import torch
-
 from tierckpt import _native
 from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot import fence
@@ -48,21 +46,19 @@ class LiveSource:
         self,
         slot: Slot | RemoteSlot,
         split: Split,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        optimizers: Sequence[torch.optim.Optimizer],
+        watch: fence.Watch,
         also: Sequence[Callable[[], None]],
         done: Callable[[], None],
     ) -> SlotSource:
-        """Copy the first part of ``split`` into ``slot``, and begin to copy the second, which only ``optimizers`` change.
+        """Copy the first part of ``split`` into ``slot``, and begin to copy the second, which only optimizers change.
 
         Args:
-            tensors: of the second part, by name.
+            watch: tells whether they did so meanwhile.
             also: what else must be done before they change.
             done: called once when all is there, from any thread.
         """
         into = memoryview(slot.buffer)[: self.size]
         fence.install()
-        watch = fence.Watch(tensors, optimizers)
         now = array("Q", compress(self._pointers, split.now_rows))
         later = array("Q", compress(self._pointers, split.later_rows))
         split.now.gather(now, 0, self.size, into, COPY_THREADS)

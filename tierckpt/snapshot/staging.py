@@ -6,17 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import torch
+
 from tierckpt.agent.drain import disagreement, header_digest
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import StateError
 from tierckpt.format.canonical import JSON
 from tierckpt.format.layout import Layout
+from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
 from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.snapshot.stager import LiveSource, SlotSource
 from tierckpt.state.layout import local
-from tierckpt.state.plan import WritePlan
-from tierckpt.state.planner import Planned, Planner, Prepared
+from tierckpt.state.plan import Split, WritePlan
+from tierckpt.state.planner import Planned, Planner, Prepared, Taken
 from tierckpt.state.settle import Offer, Recut, encode_values, offer, settle, settled
 
 if TYPE_CHECKING:
@@ -67,7 +70,7 @@ class Staging:
         self._layout, self._replicas, self._sample = planned.layout, planned.replicas, planned.sample
         self._plan, self._total = prepared.plan, prepared.total
         taken = planned.taken
-        self._encoded, self._per_rank, self._description = taken.encoded, taken.per_rank, taken.description
+        self._encoded, self._per_rank, self._description = taken.encoded, taken.per_rank, taken.said.description
         # What is live is let go of once it was copied.
         self._live: tuple[Planned, Prepared] | None = planned, prepared
         self._source: LiveSource | SlotSource | None = None
@@ -87,17 +90,15 @@ class Staging:
         assert self._live is not None
         assert self._memory is not None
         planned, prepared = self._live
-        sample, split, flat = self._sample, prepared.split, planned.taken.flat
+        sample, split, taken = self._sample, prepared.split, planned.taken
         source, self._live = self._source, None
         if isinstance(source, LiveSource):
             slot = self._slot = self._memory.acquire(source.size)
             if overlap and split is not None:
-                storages, tensors = flat.optimizer_storages, flat.tensors
                 if sample is not None:
-                    sample.take(lambda name: name not in storages)
-                watched = [(name, tensor) for name in dict.fromkeys(split.names) for tensor in local(tensors[name])]
+                    sample.take(lambda name: name not in taken.optimizer_storages)
                 also = [] if sample is None else [sample.take]
-                self._source = source.stage_behind_fence(slot, split, watched, flat.optimizers, also, done)
+                self._source = source.stage_behind_fence(slot, split, _watch(split, taken), also, done)
                 return
             self._source = source.stage(slot)
         if sample is not None:
@@ -181,7 +182,7 @@ class Staging:
             taken = self._live[0].taken  # the live state stands still
             blob = self._values(layout, rank)
             plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
-            pointers, keep = plan.pointers(taken.flat.tensors, blob)
+            pointers, keep = plan.pointers(taken.tensors, blob)
         else:
             header = staged.header
             if header is None or self._slot is None:
@@ -223,3 +224,19 @@ class Staging:
             self._memory.settled(durable)
         elif slot is not None:
             slot.release()
+
+
+#: So many step counts are compared; those of one group are equal.
+_STEPS = 16
+
+
+def _watch(split: Split, taken: Taken) -> fence.Watch:
+    """What tells that one of the tensors that are copied late has changed."""
+    tensors, found = taken.tensors, taken.found
+    counts = [tensors[name] for name in split.counts[:_STEPS]]
+    steps = [step for step in counts if type(step) is torch.Tensor and step.is_cpu and step.numel() == 1]
+    if found is not None:
+        late = taken.optimizer_storages
+        return fence.Watch(lambda: [name for name in found.changed() if name in late], steps)
+    watched = [(name, tensor) for name in dict.fromkeys(split.names) for tensor in local(tensors[name])]
+    return fence.Watch(fence.Versions(watched).changed, steps)

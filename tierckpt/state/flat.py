@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from torch.optim import Optimizer
-
 from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.state import arrays, live
@@ -26,7 +24,7 @@ class Flat:
     ``tensors`` are the live tensors themselves (parameters are not detached). ``values`` are live: encode
     them before the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names
     the tensors that are parameters or state of an ``Optimizer`` in the state: nothing but its step changes
-    them. ``optimizers`` are these. Those that may be replayed from a CUDA graph (``capturable``) run no hooks and do not
+    them. Optimizers that may be replayed from a CUDA graph (``capturable``) run no hooks and do not
     count.
     """
 
@@ -35,7 +33,6 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     optimizer_storages: set[str] = field(default_factory=set)
-    optimizers: list[Optimizer] = field(default_factory=list)
 
 
 def flatten(state: Any) -> Flat:
@@ -44,7 +41,12 @@ def flatten(state: Any) -> Flat:
     Raises ``StateError`` naming the path for what cannot be saved; values are looked at only when they are
     encoded.
     """
-    return _Emitter().run(live.walk(state))
+    return flat_of(live.walk(state))
+
+
+def flat_of(root: Node) -> Flat:
+    """The same of a live tree."""
+    return _Emitter().run(root)
 
 
 _TENSOR: JSON = ["tensor"]
@@ -119,7 +121,6 @@ class _Emitter:
             for group in node.live.param_groups:
                 self.parameters.update(map(id, group["params"]))
             self.flat.optimizer_storages.update(islice(self.flat.tensors, before, None))
-            self.flat.optimizers.append(node.live)
         return self._branch(node, [states, *(self.emit(child) for child in node.children[1:])])
 
     def _leaf(self, leaf: Leaf) -> JSON:

@@ -121,11 +121,23 @@ def walk(state: Any, *, meta: bool = False) -> Node:
     return Leaf("value", names.ROOT, state) if node is None else node
 
 
-_SCALARS = frozenset(
+def is_value(value: Any, depth: int) -> bool:
+    """Whether ``value``, inside of ``depth`` containers, holds no tensors and so is one value, or part of one.
+
+    Raises ``StateError`` as `walk` does.
+    """
+    walker = _Walker(value, meta=False)
+    walker.enter(depth)
+    return walker.visit(value, names.ROOT) is None
+
+
+SCALARS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Counter, torch.Size}
     | {torch.dtype, torch.device}
 )
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", defaultdict: "defaultdict"}
+"""Types of which no value holds a tensor."""
+MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", defaultdict: "defaultdict"}
+"""Dicts that may hold tensors, and how a tree calls them."""
 
 
 class _Walker:
@@ -136,16 +148,20 @@ class _Walker:
         self._contents: dict[int, modules.Contents] = {}
         self._modules: list[tuple[str, nn.Module]] | None = None
 
+    def enter(self, depth: int) -> None:
+        """Begin inside of so many containers."""
+        self._open.update(range(-depth, 0))
+
     def visit(self, value: Any, name: str) -> Node | None:
         """The node of ``value``, None if it holds no tensors and so is part of a larger value."""
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return None
         if kind in PLAIN:
             self._check(value, name)
             return Leaf("tensor", name, value)
-        if kind in _MAPPINGS:
-            return self._mapping(value, name, _MAPPINGS[kind])
+        if kind in MAPPINGS:
+            return self._mapping(value, name, MAPPINGS[kind])
         if kind is list or kind is tuple:
             return self._sequence(value, name, "list" if kind is list else "tuple")
         if isinstance(value, torch.Tensor):
@@ -228,12 +244,12 @@ class _Walker:
         return Branch("subclass", name, tensor, attributes, children, encoded)
 
     def _mapping(self, value: dict[Any, Any], name: str, kind: str) -> Node | None:
-        if set(map(type, value.values())) <= _SCALARS:
+        if set(map(type, value.values())) <= SCALARS:
             return None
         return self._container(kind, name, value, list(value), list(value.values()))
 
     def _sequence(self, value: Sequence[Any], name: str, kind: str) -> Node | None:
-        if set(map(type, value)) <= _SCALARS:
+        if set(map(type, value)) <= SCALARS:
             return None
         return self._container(kind, name, value, range(len(value)), value)
 

@@ -22,7 +22,7 @@ from tierckpt.state import fsdp1
 from tierckpt.state.adapters import FlatPart
 
 # Children of wrappers that leave no trace in names: torch.compile and activation checkpointing.
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
+TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 _HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _SAVERS = ("state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state", "load_state_dict")
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
@@ -81,11 +81,11 @@ class _Walk:
 
     def visit(self, module: nn.Module, prefix: str) -> None:
         kind: Any = type(module)
-        trait = _trait(kind)
-        if trait == "wrapper":
+        how = trait(kind)
+        if how == "wrapper":
             self.visit(module.module, prefix)  # type: ignore[arg-type]
             return
-        if trait == "fsdp1":
+        if how == "fsdp1":
             for flattened in fsdp1.flattened(module, what=self._what):
                 self._flat.setdefault(id(flattened.module), []).append(flattened)
             self.visit(module._fsdp_wrapped_module, prefix)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ class _Walk:
         if id(module) in self._open:
             name = prefix.rstrip(".") or type(module).__name__
             raise StateError(f"{self._what()}: module {name} contains itself")
-        if _has_foreign_hooks(module) or trait == "custom" or _patched(module):
+        if has_foreign_hooks(module) or how == "custom" or _patched(module):
             if any(id(part) in self._flat for part in module.modules()) or _has_fsdp1(module):
                 raise StateError(
                     f"{self._what()}: {prefix.rstrip('.') or kind.__name__} has a state dict of its own, with parameters "
@@ -106,7 +106,7 @@ class _Walk:
             self._open.add(id(module))
             for name, child in module._modules.items():
                 if child is not None:
-                    self.visit(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.")
+                    self.visit(child, prefix if name in TRANSPARENT else f"{prefix}{name}.")
             self._open.discard(id(module))
 
     def _take(self, module: nn.Module, prefix: str) -> None:
@@ -138,11 +138,11 @@ class _Walk:
 
 def _has_fsdp1(module: nn.Module) -> bool:
     kinds: set[Any] = set(map(type, module.modules()))
-    return any(_trait(kind) == "fsdp1" for kind in kinds)
+    return any(trait(kind) == "fsdp1" for kind in kinds)
 
 
 @lru_cache(maxsize=4096)
-def _trait(kind: type[nn.Module]) -> str:
+def trait(kind: type[nn.Module]) -> str:
     """One of "wrapper", "fsdp1", "transparent", "custom" (its class customises the state dict), "plain"."""
     if issubclass(kind, (DistributedDataParallel, DataParallel)):
         return "wrapper"
@@ -163,10 +163,15 @@ def _patched(module: nn.Module) -> bool:
     return "state_dict" in module.__dict__ or "load_state_dict" in module.__dict__
 
 
-def _has_foreign_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there are state-dict hooks, of whatever kind."""
+    return bool(module._state_dict_hooks) or any(getattr(module, stage) for stage in _HOOKS)
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether there are state-dict hooks but FSDP2's. Those are called, which shards the parameters."""
     kind: Any = type(module)
-    if _trait(kind) == "transparent":
+    if trait(kind) == "transparent":
         return False  # their hooks only do to names what we do
     if module._state_dict_hooks:
         return True
@@ -200,6 +205,6 @@ def _take_state_dict(module: nn.Module, prefix: str, found: Contents) -> None:
 
 
 def _strip(key: str) -> str:
-    for name in _TRANSPARENT:
+    for name in TRANSPARENT:
         key = key.replace(name + ".", "")
     return key

@@ -134,9 +134,14 @@ def states(optimizer: Optimizer, groups: Groups, *, what: Callable[[], str]) -> 
 def written_groups(optimizer: Optimizer, groups: Groups) -> dict[str, dict[str, Any]]:
     """Each group as it is stored."""
     return {
-        key: {"params": names, **{k: v for k, v in group.items() if k not in NOT_HYPER}}
+        key: written_group(group, names)
         for group, names, key in zip(optimizer.param_groups, groups.names, groups.keys, strict=True)
     }
+
+
+def written_group(group: Mapping[str, Any], names: Sequence[ParameterName]) -> dict[str, Any]:
+    """One group as it is stored."""
+    return {"params": names, **{k: v for k, v in group.items() if k not in NOT_HYPER}}
 
 
 def positions(optimizer: Optimizer) -> list[list[list[int]]]:

@@ -11,8 +11,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+import numpy
 import torch
 
 from tierckpt.errors import LayoutError
@@ -380,7 +381,9 @@ class WritePlan:
             return None
         later = [False, *live, *[False] * (self.blob is not None)]
         now = [not row for row in later]
-        return Split(self._rows.table(now), self._rows.table(later), now, later, list(compress(self._names, live)))
+        chosen = list(compress(self._names, live))
+        counts = [name for name in chosen if name.endswith("/step")]
+        return Split(self._rows.table(now), self._rows.table(later), now, later, chosen, counts)
 
     def pointers(self, tensors: Mapping[str, Value], blob: bytes | None = None) -> tuple[array[int], list[object]]:
         """The address of the first element of each row as it is now, and what must be kept alive while they
@@ -419,23 +422,62 @@ class WritePlan:
             if not live:
                 keep.append(memory)
             append(memory.data_ptr())
-        if self.blob is not None:
-            if blob is None or blobs.capacity(len(blob)) != self.blob:
-                raise LayoutError(f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew")
-            padded = array("B", blobs.pad(blob, self.blob))
-            keep.append(padded)
-            append(padded.buffer_info()[0])
+        found.extend(self._padded(blob, keep))
         return array("Q", map(add, found, self._rows.pointers)), keep
+
+    def places(self, rows: Mapping[tuple[str, int], int]) -> Places:
+        """For `pointers_at`: where in a column of addresses those of the rows stand.
+
+        ``rows``: the index of each local tensor, by name and by its number in ``Described.pieces``.
+        """
+        numbers = [rows[key] for key in zip(self._names, self._numbers, strict=True)]
+        first = 0 if self.header is None else 1
+        steps = numpy.array(self._rows.pointers[first : first + len(numbers)], dtype=numpy.uint64)
+        return numpy.array(numbers, dtype=numpy.int64), steps
+
+    def pointers_at(
+        self, addresses: array[int], places: Places, blob: bytes | None = None
+    ) -> tuple[array[int], list[object]]:
+        """The same as `pointers` for tensors that look as they did when this was planned, from their addresses.
+
+        Raises ``LayoutError`` for a blob that has outgrown its capacity.
+        """
+        if self.header is None:
+            return array("Q"), []
+        numbers, steps = places
+        keep: list[object] = [self._head]
+        found = array("Q", [self._head.buffer_info()[0]])
+        found.frombytes((numpy.frombuffer(addresses, dtype=numpy.uint64)[numbers] + steps).tobytes())
+        found.extend(self._padded(blob, keep))
+        return found, keep
+
+    def _padded(self, blob: bytes | None, keep: list[object]) -> list[int]:
+        """The address of the padded blob, if there is one."""
+        if self.blob is None:
+            return []
+        if blob is None or blobs.capacity(len(blob)) != self.blob:
+            raise LayoutError(f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew")
+        padded = array("B", blobs.pad(blob, self.blob))
+        keep.append(padded)
+        return [padded.buffer_info()[0]]
+
+
+Places: TypeAlias = "tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]"
+"""For each row of a piece the index of an address, and the bytes from there to its first element."""
 
 
 class Split(NamedTuple):
-    """The tables of two parts of a plan's rows, which rows they are, and the names of the tensors of the second."""
+    """The tables of two parts of a plan's rows, and which rows they are.
+
+    ``names``: of the tensors of the second part. ``counts``: those that count an optimizer's steps.
+    """
 
     now: _native.CopyTable
     later: _native.CopyTable
     now_rows: list[bool]
     later_rows: list[bool]
     names: list[str]
+    counts: list[str]
 
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
@@ -15,11 +15,14 @@ from tierckpt.format import values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
+from tierckpt.state import live
 from tierckpt.state.description import Description
-from tierckpt.state.flat import Flat, flatten
+from tierckpt.state.flat import flat_of
 from tierckpt.state.layout import Described, Describer
+from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
-from tierckpt.state.plan import Split, WritePlan, compose_read, local_description, read_all
+from tierckpt.state.plan import Places, Split, WritePlan, compose_read, local_description, read_all
+from tierckpt.state.recall import Recall, Recalled
 from tierckpt.state.replicas import Replicas, Sample
 from tierckpt.state.settle import Settlement, encode_values, own_layout
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from tierckpt.group import Group
 
 
-Said: TypeAlias = list[tuple[Description, list[int]]]
+Descriptions: TypeAlias = list[tuple[Description, list[int]]]
 """What groups of ranks hold, and these groups."""
 
 
@@ -67,13 +70,27 @@ class Prepared:
 
 @dataclass
 class Taken:
-    """A state taken apart: what it holds and what this rank says of it."""
+    """A state taken apart: what it holds and what this rank says of it.
 
-    flat: Flat
-    described: dict[str, Described]
-    description: bytes
+    ``optimizer_storages``: as in `Flat`. ``recall`` finds the same again, if it can be found. ``found`` is None when the
+    state was taken apart in full.
+    """
+
+    tensors: Mapping[str, LiveTensor]
+    described: Mapping[str, Described]
+    said: Said
     encoded: dict[str, JSON]
     per_rank: dict[str, JSON]
+    optimizer_storages: set[str]
+    recall: Recall | None
+    found: Recalled | None = None
+
+
+class Said(NamedTuple):
+    """What this rank says of a state. ``digest``: of the description."""
+
+    description: bytes
+    digest: bytes
 
 
 class Planner:
@@ -85,7 +102,7 @@ class Planner:
         # What this rank's description was when the layout was agreed on.
         self._digest = b""
         self._layout: Layout | None = None
-        self._next: tuple[bytes, Layout, Said] | None = None
+        self._next: tuple[bytes, Layout, Descriptions] | None = None
         #: The layouts that the ranks agreed on last, by their hashes.
         self.known: dict[str, Layout] = {}
         self._replicas: Replicas | None = None
@@ -95,6 +112,10 @@ class Planner:
         self._storages: set[str] = set()
         self._split: Split | None = None
         self._total = 0
+        self._recall: tuple[Recall, Said, list[bool]] | None = None
+        # The recall whose tensors look as the plan wants them, and where it has their addresses.
+        self._fits: Recall | None = None
+        self._places: Places | None = None
 
     def prepare(self, state: Any) -> None:
         """Plan ahead. Collective."""
@@ -119,7 +140,7 @@ class Planner:
         with paused_collector():
             said = mine()
             taken = self._take_apart(state)
-        same = derive("description", taken.description) == self._digest
+        same = taken.said.digest == self._digest
         return self._planned([said], self._layout, taken) if same else Planned([said], None, None, None, taken)
 
     def _planned(self, told: list[bytes], layout: Layout | None, taken: Taken) -> Planned:
@@ -143,14 +164,14 @@ class Planner:
         def part() -> bytes:
             said = mine()
             taken.append(self._take_apart(state))
-            return derive("description", taken[0].description) + said
+            return taken[0].said.digest + said
 
         results = self._group.vote(what, part)
         key = tuple(result[:32] for result in results)
-        self._agreed(key[self._group.rank], *self._compose(what, key, taken[0].description))
+        self._agreed(key[self._group.rank], *self._compose(what, key, taken[0].said.description))
         return self._planned([result[32:] for result in results], self._layout, taken[0])
 
-    def _agreed(self, digest: bytes, layout: Layout, said: Said) -> None:
+    def _agreed(self, digest: bytes, layout: Layout, said: Descriptions) -> None:
         self._digest, self._layout, self._plan = digest, layout, None
         self.known = dict([*self.known.items(), (layout.hash, layout)][-3:])
         self._replicas = Replicas(layout, self._group.rank, said)
@@ -167,28 +188,55 @@ class Planner:
         if planned.layout is not None:
             plan, table, pointers, keep, split = self._write_plan(planned.layout, taken)
             return Prepared(plan, table, pointers, keep, self._total, split)
-        layout = own_layout(taken.description, rank, self._group.size)
+        layout = own_layout(taken.said.description, rank, self._group.size)
         blob = blobs.encode({**taken.encoded, **taken.per_rank})
         plan = WritePlan(layout, rank, taken.described, len(blob))
-        pointers, keep = plan.pointers(taken.flat.tensors, blob)
-        split = plan.split(taken.flat.optimizer_storages)
+        pointers, keep = plan.pointers(taken.tensors, blob)
+        split = plan.split(taken.optimizer_storages)
         return Prepared(plan, plan.table(), pointers, keep, plan.size * self._group.size, split)
 
     def _take_apart(self, state: Any) -> Taken:
-        flat = flatten(state)
+        if self._recall is not None:
+            recall, said, replayed = self._recall
+            found = recall.again(state)
+            if found is not None and _replayed(found.values) == replayed:
+                return Taken(
+                    found.by_name(),
+                    found.described(),
+                    said,
+                    _encoded(found.values),
+                    _encoded(found.per_rank),
+                    recall.optimizer_storages,
+                    recall,
+                    found,
+                )
+            self._recall = None
+        root = live.walk(state)
+        flat = flat_of(root)
         describe = self._describer.describe
         described = {name: describe(tensor, name=name) for name, tensor in flat.tensors.items()}
         description = local_description(described, tree=flat.tree, per_rank=bool(flat.per_rank), world=self._group.size)
-        return Taken(flat, described, description, _encoded(flat.values), _encoded(flat.per_rank))
+        said = Said(description, derive("description", description))
+        new = Recall.of(root, flat, described)
+        self._recall = None if new is None else (new, said, _replayed(flat.values))
+        return Taken(
+            flat.tensors,
+            described,
+            said,
+            _encoded(flat.values),
+            _encoded(flat.per_rank),
+            flat.optimizer_storages,
+            new,
+        )
 
-    def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> tuple[Layout, Said]:
+    def _compose(self, what: str, key: tuple[bytes, ...], description: bytes) -> tuple[Layout, Descriptions]:
         """Exchange what differs (the lowest rank of those who say the same speaks for them) and make the layout."""
         members: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(key):
             members.setdefault(digest, []).append(rank)
         speaks = members[key[self._group.rank]][0] == self._group.rank
         said = self._group.exchange(description if speaks else b"")
-        found: list[tuple[Layout, Said]] = []
+        found: list[tuple[Layout, Descriptions]] = []
 
         def part() -> bytes:
             all_said = read_all([said[ranks[0]] for ranks in members.values()], list(members.values()), len(key))
@@ -205,25 +253,48 @@ class Planner:
     def _write_plan(
         self, layout: Layout, taken: Taken
     ) -> tuple[WritePlan, _native.CopyTable | None, array[int], list[object], Split | None]:
-        rank, storages = self._group.rank, taken.flat.optimizer_storages
+        rank, storages = self._group.rank, taken.optimizer_storages
         blob = encode_values(layout, rank, taken.encoded, taken.per_rank)
         plan = self._plan
         if plan is not None:
             try:
-                pointers, keep = plan.pointers(taken.flat.tensors, blob)
+                pointers, keep = self._pointers(plan, taken, blob)
                 if storages != self._storages:
                     self._storages, self._split = storages, plan.split(storages)
                 return plan, self._table, pointers, keep, self._split
             except LayoutError:
                 # Strides changed, or the values outgrew their place: only this rank's shard looks different.
                 self._plan = None
+        self._fits = None
         plan = WritePlan(layout, rank, taken.described, None if blob is None else len(blob))
         table, split = None, None
         if plan.header is not None:
             table, split = plan.table(), plan.split(storages)
-        pointers, keep = plan.pointers(taken.flat.tensors, blob)
+        pointers, keep = self._pointers(plan, taken, blob)
         self._plan, self._table, self._storages, self._split = plan, table, storages, split
         return plan, table, pointers, keep, split
+
+    def _pointers(self, plan: WritePlan, taken: Taken, blob: bytes | None) -> tuple[array[int], list[object]]:
+        """Raises ``LayoutError`` when ``plan`` was made for tensors that look different, or for a smaller blob."""
+        recall = taken.recall
+        if taken.found is None or recall is None or recall is not self._fits:
+            self._fits = None
+            found = plan.pointers(taken.tensors, blob)
+            # What the recall finds looks like what these have been compared with.
+            self._fits, self._places = recall, None
+            return found
+        if self._places is None:
+            self._places = plan.places(recall.places)
+        return plan.pointers_at(taken.found.addresses, self._places, blob)
+
+
+def _replayed(values: Mapping[str, Any]) -> list[bool]:
+    """Which groups of optimizers may be replayed from a CUDA graph: a switch that changes what may be copied late."""
+    return [
+        bool(value["capturable"] if type(value) is dict else value)
+        for name, value in values.items()
+        if (type(value) is dict and "capturable" in value) or name.endswith("/capturable")
+    ]
 
 
 def _encoded(live: Mapping[str, Any]) -> dict[str, JSON]:
