@@ -139,6 +139,15 @@ def test_the_budget_is_kept_and_named(client: Client) -> None:
         take(client, size=(1 << 25) + 1)
 
 
+def test_who_dies_while_waiting_for_a_slot_is_noticed(client: Client) -> None:
+    for _ in range(3):
+        take(client)
+    (channel,) = client._idle
+    channel.send({"op": "slot", "size": 5000, "wait": 600_000})
+    client.close()
+    until(lambda: status()["generations"][0]["ranks"] == {"0": "dead"})
+
+
 def test_what_a_reader_uses_is_not_overwritten(client: Client) -> None:
     slot = take(client)
     seal(client, 1, slot)
