@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.agents import gone, kill, status, statuses, until
+from tests.agents import end_all, gone, kill, status, statuses, until
 from tierckpt.agent.client import AgentLostError, Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
@@ -266,6 +266,7 @@ def test_a_deep_runtime_folder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert client.connect()
     assert len(statuses()) == 1
     client.close()
+    end_all()  # nobody else looks for it there
 
 
 def test_sigterm_ends_it(client: Client) -> None:
