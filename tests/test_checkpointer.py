@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import Checkpointer, Disk, IntegrityError, KeepEvery, LayoutError, SkippedError, StateError
+from tierckpt import Checkpointer, Disk, IntegrityError, KeepEvery, LayoutError, Ram, SkippedError, StateError
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:
@@ -100,6 +100,40 @@ def test_from_toml(tmp_path: Path) -> None:
         for step in range(5):
             ckpt.save(step, _state(step))
     assert tierckpt.steps(tmp_path / "s") == [4]
+
+
+def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'root = "{tmp_path}/s"\n[[tiers]]\ntier = "ram"\nslots = 2\nbudget = 0.25\n[[tiers]]\ntier = "disk"\nevery = 2\n'
+    )
+    with Checkpointer.from_toml(file) as ckpt:
+        assert ckpt.save(0, _state(0)).wait() is not None
+        assert ckpt.save(1, _state(1)).wait("ram") is None
+    assert tierckpt.steps(tmp_path / "s") == [0, 1]  # the last one goes to the disk at the end
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"copies": 2},
+        {"slots": 1},
+        {"on_full": "drop"},
+        {"budget": 0},
+        {"every": 0},
+        {"idle": -1},
+        {"drain_deadline": 0},
+    ],
+)
+def test_a_ram_tier_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(StateError, match=next(iter(arguments))):
+        Ram(**arguments)
+
+
+def test_one_tier_of_each_kind(tmp_path: Path) -> None:
+    for tiers in ([Ram()], [Disk(), Disk()], [Ram(), Ram(), Disk()], []):
+        with pytest.raises(StateError, match="exactly one Disk"):
+            Checkpointer(tmp_path / "s", tiers=tiers)
 
 
 @pytest.mark.parametrize(

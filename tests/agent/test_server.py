@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.agents import gone, kill, status, statuses, until
+from tests.agents import end_all, gone, kill, status, statuses, until
 from tierckpt.agent.client import AgentLostError, Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
@@ -139,6 +139,15 @@ def test_the_budget_is_kept_and_named(client: Client) -> None:
         take(client, size=(1 << 25) + 1)
 
 
+def test_who_dies_while_waiting_for_a_slot_is_noticed(client: Client) -> None:
+    for _ in range(3):
+        take(client)
+    (channel,) = client._idle
+    channel.send({"op": "slot", "size": 5000, "wait": 600_000})
+    client.close()
+    until(lambda: status()["generations"][0]["ranks"] == {"0": "dead"})
+
+
 def test_what_a_reader_uses_is_not_overwritten(client: Client) -> None:
     slot = take(client)
     seal(client, 1, slot)
@@ -257,6 +266,7 @@ def test_a_deep_runtime_folder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert client.connect()
     assert len(statuses()) == 1
     client.close()
+    end_all()  # nobody else looks for it there
 
 
 def test_sigterm_ends_it(client: Client) -> None:

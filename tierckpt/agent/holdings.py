@@ -14,6 +14,9 @@ from tierckpt.agent.snapshots import Generation, Member, Snapshot, Step
 from tierckpt.errors import ArenaFullError, FencedError, IncompleteError, StateError, StepExistsError
 from tierckpt.format.canonical import JSON
 
+#: Seconds after which it is looked whether a trainer that waits is still there.
+_LOOK = 0.25
+
 
 class Holdings:
     """Everything that one agent holds. Every method may be called from any thread."""
@@ -102,11 +105,14 @@ class Holdings:
 
     # Slots
 
-    def slot(self, generation: Generation, rank: int, size: int, wait: float) -> Slot:
+    def slot(self, generation: Generation, rank: int, size: int, wait: float, gone: Callable[[], bool]) -> Slot:
         """A slot of at least ``size`` bytes for ``rank``; waits at most ``wait`` seconds until one is free.
 
+        Args:
+            gone: whether who asked is no longer there.
+
         Raises:
-            ArenaFullError: says what is needed, held and the budget.
+            ArenaFullError: says what is needed, held and the budget, or that nobody waits any more.
             FencedError: a newer generation has begun meanwhile.
         """
         deadline = time.monotonic() + wait
@@ -132,7 +138,9 @@ class Holdings:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise ArenaFullError(self._full(size) + (f" after {wait:g} s" if wait else ""))
-                self.change.wait(left)
+                if gone():
+                    raise ArenaFullError(f"rank {rank} died while it waited for a slot")
+                self.change.wait(min(left, _LOOK))
         made: Slot | None = None
         try:
             made = self.memory.make(size)

@@ -72,8 +72,8 @@ class Channel:
 
     @property
     def ended(self) -> bool:
-        """Whether the other end has closed the connection, while nobody waits for an answer."""
-        # Between a reply and the next request the agent sends nothing: what can be read is the end.
+        """Whether the other end has closed the connection; to be asked while it has nothing to say."""
+        # Between a reply and the next request neither end sends anything: what can be read is the end.
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0))

@@ -344,7 +344,8 @@ class Connection:
 
     def _slot(self, fields: Fields, message: Message) -> Reply:
         wait = fields.integer("wait") / 1000
-        slot = self.server.holdings.slot(self._own, self.rank, fields.integer("size", low=1), wait)
+        size = fields.integer("size", low=1)
+        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended)
         live: list[JSON] = list(self.server.holdings.numbers(self._own, self.rank))
         descriptor = fcntl.fcntl(slot.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
         return {"capacity": slot.capacity, "live": live, "ok": True, "slot": slot.number}, [descriptor]
