@@ -533,10 +533,10 @@ def test_nothing_grows_over_many_saves(tmp_path: Path) -> None:
             handle.wait("ram")
             ckpt.wait()
 
-        run(0, 200)
+        run(0, 400)  # every buffer has been used by then
         agent, mine = status()["pid"], os.getpid()
         before = _numbers(agent), _numbers(mine)
-        run(200, 600)
+        run(400, 900)
         after = _numbers(agent), _numbers(mine)
     for (files, threads, memory), (files2, threads2, memory2) in zip(before, after, strict=True):
         assert files2 <= files + 1 and threads2 <= threads + 1
