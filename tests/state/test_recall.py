@@ -33,7 +33,7 @@ from tierckpt.state.flat import Flat, flat_of
 from tierckpt.state.layout import Described, Describer
 from tierckpt.state.marks import PerRank, Pieces
 from tierckpt.state.plan import WritePlan, compose
-from tierckpt.state.planner import Planner, Prepared
+from tierckpt.state.planner import Planned, Planner, Prepared
 from tierckpt.state.recall import Recall, Recalled
 
 Point = namedtuple("Point", "at tag")
