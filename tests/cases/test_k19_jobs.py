@@ -16,7 +16,8 @@ import pytest
 import tierckpt
 from tests.cases.common import files_of, holds, state
 from tests.harness import run_ranks
-from tierckpt import FencedError, StoreError, UntrustedError
+from tierckpt import Checkpointer, FencedError, StoreError, UntrustedError
+from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import Pins
 
 _ROOTS = 20
@@ -97,6 +98,28 @@ def test_c119_two_groups_of_one_job_never_mix(tmp_path: Path) -> None:
         assert tierckpt.steps(root) == [5]
         tierckpt.prune(root, keep=1, grace=0)
         assert len({name.split("/")[0] for name in files_of(root, 5)}) == 1
+
+
+def test_c119_who_begins_right_after_another_has_a_generation_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a process's link and its reading the chain back another one begins: they must not take the same number."""
+    create, begun = DiskPlace.create, []
+
+    def create_and_then(place: DiskPlace, name: str, data: bytes) -> bool:
+        done = create(place, name, data)
+        if name.startswith("chain/") and not begun:
+            begun.append(name)
+            tierckpt.save(state(1), tmp_path, 5)
+        return done
+
+    monkeypatch.setattr(DiskPlace, "create", create_and_then)
+    with Checkpointer(tmp_path, agent="off") as ckpt, pytest.raises(FencedError, match="generation 2"):
+        ckpt.save(5, state(0)).wait()
+    assert begun
+    report = tierckpt.verify(tmp_path, every=True)
+    assert report.ok, report.problems
+    assert holds(tierckpt.read(tmp_path), 1)
 
 
 def _with_a_key_of_its_own(rank: int, base: str) -> list[str]:

@@ -26,7 +26,7 @@ from tierckpt.errors import (
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, CheckpointRef, Link, Retire
 from tierckpt.format.keys import SigningKey
-from tierckpt.format.links import parse_time
+from tierckpt.format.links import Begin, parse_time
 from tierckpt.format.manifest import Manifest
 from tierckpt.telling import warn
 from tierckpt.tiers import leftovers, trust
@@ -107,7 +107,9 @@ class Coordinator:
                     category=trust.TrustWarning,
                 )
             link = store.publish(lambda chain: self._begin_link(chain, key.public, choose), key)
-        self.generation = store.chain.generation
+        # Of our own link: another process may have begun a newer one by the time that it was read back.
+        assert isinstance(link.body, Begin)
+        self.generation = link.body.generation
         # The folder of this moment: a last word at the end of the process goes to the same place.
         self._pins = trust.Pins.load(store.run).path.parent.parent
         trust.remember(store.chain, store.url, trusted=self._trusted)
