@@ -1,4 +1,4 @@
-"""A shard's way into a file: exact bytes and digests, and an end to everything at the first error of any stage."""
+"""A shard's way into a file and out of it: exact bytes and digests, and an end to everything at the first error of any stage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tierckpt.config import CHUNKS_AHEAD, WRITE_ATTEMPTS
 from tierckpt.errors import StoreError
 from tierckpt.format.digest import CHUNK, SIZE, chunk_count, chunk_digest, chunk_range
 from tierckpt.tiers import chunks, pipeline
-from tierckpt.tiers.base import Writer
+from tierckpt.tiers.base import Reader, Writer
 from tierckpt.tiers.chunks import write_shard
 from tierckpt.tiers.disk import DiskPlace
-from tierckpt.tiers.pipeline import Pipeline
+from tierckpt.tiers.pipeline import Intake, Pipeline
 from tierckpt.tiers.workers import workers
 
 SIZES = [1, 4095, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, (CHUNKS_AHEAD + 5) * CHUNK + 12_345]
@@ -323,3 +323,132 @@ def test_retries_come_to_an_end(place: DiskPlace, monkeypatch: pytest.MonkeyPatc
         write_shard(place, "shard", Bytes(10))
     assert len(attempts) == WRITE_ATTEMPTS
     assert place.size("shard") is None
+
+
+# Out of a file
+
+
+class File(Reader):
+    """A file in memory; ``before`` sees each read's offset and may raise."""
+
+    name, waits = "file", True
+
+    def __init__(self, data: memoryview, before: Callable[[int], None] = lambda offset: None) -> None:
+        self.size, self._data, self._before = len(data), data, before
+        self._lock = threading.Lock()
+        self.begun = self.under_way = 0
+
+    def read_into(self, offset: int, buffer: Any) -> int:
+        with self._lock:
+            self.begun += 1
+            self.under_way += 1
+        try:
+            self._before(offset)
+            view = memoryview(buffer)
+            found = self._data[offset : offset + len(view)]
+            view[: len(found)] = found
+            return len(found)
+        finally:
+            with self._lock:
+                self.under_way -= 1
+
+    def close(self) -> None:
+        raise AssertionError("an intake does not close")
+
+
+def offsets(size: int) -> list[int]:
+    return [chunk_range(index, size)[0] for index in range(chunk_count(size))]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_part_is_read_once_and_handed_on_whole(size: int) -> None:
+    source, found = Bytes(size), {}
+
+    def use(number: int, memory: memoryview, got: int) -> None:
+        assert number not in found
+        found[number] = bytes(memory[:got])
+
+    Intake(File(source.data), offsets(size), use).run()
+    assert b"".join(found[number] for number in range(chunk_count(size))) == source.data
+
+
+def test_nothing_wanted_is_nothing_read() -> None:
+    file = File(Bytes(1).data)
+    Intake(file, [], lambda number, memory, got: None).run()
+    assert file.begun == 0
+
+
+@pytest.mark.parametrize("number", [0, 3, CHUNKS_AHEAD + 4])
+@pytest.mark.parametrize("stage", ["read", "use"])
+def test_an_error_on_the_way_out_is_raised_as_it_is_and_ends_the_reading(stage: str, number: int) -> None:
+    error, size = Odd(stage), 40 * CHUNK
+    data = memoryview(bytearray(CHUNK)) if stage == "use" else Bytes(CHUNK).data
+    file = File(data, fails(number, error) if stage == "read" else lambda offset: None)
+
+    def use(at: int, memory: memoryview, got: int) -> None:
+        if stage == "use" and at == number:
+            raise error
+
+    with pytest.raises(Odd) as raised:
+        Intake(file, offsets(size), use).run()
+    assert raised.value is error
+    assert file.under_way == 0
+    assert file.begun <= number + 2 * CHUNKS_AHEAD
+
+
+def test_reads_go_on_while_parts_are_worked_on_and_memory_is_bounded() -> None:
+    ahead, lock, reading = threading.Event(), threading.Lock(), []
+
+    def read(offset: int) -> None:
+        with lock:
+            reading.append(offset)
+            if len(reading) == CHUNKS_AHEAD:
+                ahead.set()
+
+    def use(number: int, memory: memoryview, got: int) -> None:
+        assert ahead.wait(30)  # others are read before the first is done with
+        with lock:
+            assert len(reading) <= CHUNKS_AHEAD + done[0]
+            done[0] += 1
+
+    done = [0]
+    size = 3 * CHUNKS_AHEAD * CHUNK
+    Intake(File(memoryview(b""), read), offsets(size), use).run()
+    assert done == [3 * CHUNKS_AHEAD]
+
+
+def test_a_save_and_a_load_at_once_do_not_wait_for_each_others_memory(place: DiskPlace) -> None:
+    """Every thread that works may be waiting for a buffer of the save, every one that waits for the disk has a read."""
+    source = Bytes(SIZES[-1])
+    with ThreadPoolExecutor(8) as threads:
+        saves = [threads.submit(write_shard, place, f"shard-{n}", source) for n in range(4)]
+        loads = [
+            threads.submit(Intake(File(source.data), offsets(source.size), lambda *_: None).run) for _ in range(12)
+        ]
+        assert [save.result(60) for save in saves] == [source.digests] * 4
+        assert [load.result(60) for load in loads] == [None] * 12
+
+
+def test_an_interrupt_waits_for_the_reading_threads() -> None:
+    main = threading.main_thread()
+
+    def interrupt(offset: int) -> None:
+        if offset == 0:
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    file = File(Bytes(SIZES[-1]).data, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Intake(file, offsets(SIZES[-1]), lambda *_: None).run()
+    assert file.under_way == 0
+
+
+def test_a_file_that_is_not_cached_is_read_ahead(place: DiskPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Bytes(3 * CHUNK + 5)
+    write_shard(place, "shard", source)
+    monkeypatch.setattr(_native, "cached", lambda *_: 0.0)
+    with place.open("shard") as reader:
+        if not reader.waits:
+            pytest.skip("this file system reads past no page cache")
+        found: dict[int, bytes] = {}
+        Intake(reader, offsets(source.size), lambda n, memory, got: found.update({n: bytes(memory[:got])})).run()
+    assert b"".join(found[number] for number in sorted(found)) == source.data

@@ -36,6 +36,8 @@ class Reader(ABC):
 
     name: str
     size: int
+    #: Whether a read waits for a device rather than copies what is in memory: then others are made ahead.
+    waits: bool = False
 
     @abstractmethod
     def read_into(self, offset: int, buffer: Buffer) -> int:

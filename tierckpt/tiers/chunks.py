@@ -15,7 +15,7 @@ from tierckpt.format.digest import chunk_digest, chunk_range, derive
 from tierckpt.format.layout import Layout
 from tierckpt.format.receipt import Receipt
 from tierckpt.tiers.base import Place, Reader
-from tierckpt.tiers.pipeline import Pipeline, Source, TakeDigest, chunk_digest_of
+from tierckpt.tiers.pipeline import Intake, Pipeline, Source, TakeDigest, chunk_digest_of
 from tierckpt.tiers.workers import workers
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def read_chunks(
         IntegrityError: names the file, the chunk, what was expected and what was found.
     """
 
-    def work(number: int, scratch: _native.Buffer) -> None:
+    def check(number: int, memory: memoryview, got: int) -> None:
         index = indices[number]
         lo, hi = chunk_range(index, receipt.size)
         try:
-            data = read_chunk(reader, receipt, index, scratch, url=url)
+            data = _checked(receipt, index, memory, got, url=url)
         except IntegrityError as error:
             if damaged is None:
                 raise
@@ -102,16 +102,28 @@ def read_chunks(
         else:
             use(lo, hi, data)
 
-    workers().each(len(indices), work)
+    def work(number: int, scratch: _native.Buffer) -> None:
+        lo, _ = chunk_range(indices[number], receipt.size)
+        check(number, memoryview(scratch), reader.read_into(lo, scratch))
+
+    if reader.waits:
+        Intake(reader, [chunk_range(index, receipt.size)[0] for index in indices], check).run()
+    else:
+        workers().each(len(indices), work)
 
 
 def read_chunk(reader: Reader, receipt: Receipt, index: int, scratch: Buffer, *, url: str) -> memoryview:
     """One verified chunk, in ``scratch`` (page-aligned memory of one chunk)."""
+    got = reader.read_into(chunk_range(index, receipt.size)[0], scratch)
+    return _checked(receipt, index, memoryview(scratch), got, url=url)
+
+
+def _checked(receipt: Receipt, index: int, memory: memoryview, got: int, *, url: str) -> memoryview:
+    """The bytes of a chunk, of which ``got`` were read into ``memory``, if they are what the receipt says."""
     lo, hi = chunk_range(index, receipt.size)
-    got = min(reader.read_into(lo, scratch), hi - lo)
     if got < hi - lo:
         raise IntegrityError(f"{url}/{receipt.name}: chunk {index} ends after {got} of {hi - lo} bytes")
-    data = memoryview(scratch)[: hi - lo]
+    data = memory[: hi - lo]
     found, expected = chunk_digest(data), receipt.chunk(index)
     if found != expected:
         raise IntegrityError(

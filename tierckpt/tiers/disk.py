@@ -269,6 +269,7 @@ class _DiskReader(Reader):
                     os.close(folder_fd)
                 if direct and os.path.sameopenfile(direct_fd, fd):
                     self._direct = direct_fd
+                    self.waits = True
                 else:
                     os.close(direct_fd)
 

@@ -1,15 +1,16 @@
-"""The chunks of one shard on their way into a file: gathered, hashed and written at the same time."""
+"""The chunks of one shard on their way into a file: gathered, hashed and written at the same time; and out of it."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from tierckpt import _native
+from tierckpt.config import CHUNKS_AHEAD
 from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
-from tierckpt.tiers.base import Writer
+from tierckpt.tiers.base import Reader, Writer
 from tierckpt.tiers.workers import Failure, workers
 
 #: The digest of chunk number ``index``, whose bytes are given: one that was taken before need not be taken again.
@@ -93,6 +94,74 @@ class Pipeline:
             self._writing += 1
         buffer.share()
         self._threads.write(task)
+
+
+class Intake:
+    """Reads parts of a file ahead, while others of them are worked on: the other way of `Pipeline`, for the same reason.
+
+    Neither those that read nor those that work ever wait for memory: each part that is under way has its own.
+
+    Args:
+        offsets: where the parts begin; each has at most the bytes of one chunk.
+        use: called from several threads with the number of a part, its memory (page-aligned, of one chunk), and how many
+            bytes of it were read.
+    """
+
+    def __init__(self, reader: Reader, offsets: Sequence[int], use: Callable[[int, memoryview, int], None]) -> None:
+        self._reader, self._offsets, self._use = reader, offsets, use
+        self._threads = workers()
+        self._failure = Failure()
+        self._next = self._under_way = 0
+
+    def run(self) -> None:
+        """Read everything. Whatever happens, nobody uses the reader afterwards.
+
+        Raises:
+            What a thread raised first.
+        """
+        buffers = self._threads.spare(min(CHUNKS_AHEAD, len(self._offsets)))
+        try:
+            try:
+                for buffer in buffers:
+                    self._begin(buffer)
+            except BaseException as error:
+                self._failure.set(error)
+            self._failure.wait(lambda: self._under_way == 0)
+        finally:
+            self._threads.keep(buffers)
+
+    def _begin(self, buffer: _native.Buffer) -> None:
+        with self._failure.change:
+            number = self._next
+            if number == len(self._offsets) or self._failure.error is not None:
+                return
+            self._next, self._under_way = number + 1, self._under_way + 1
+        self._threads.write(lambda: self._read(number, buffer))
+
+    def _read(self, number: int, buffer: _native.Buffer) -> None:
+        try:
+            got = self._reader.read_into(self._offsets[number], buffer)
+        except BaseException as error:
+            self._end(buffer, error)
+        else:
+            self._threads.work(lambda _: self._work(number, buffer, got))
+
+    def _work(self, number: int, buffer: _native.Buffer, got: int) -> None:
+        try:
+            if self._failure.error is None:
+                self._use(number, memoryview(buffer), got)
+        except BaseException as error:
+            self._end(buffer, error)
+        else:
+            self._end(buffer, None)
+
+    def _end(self, buffer: _native.Buffer, error: BaseException | None) -> None:
+        if error is not None:
+            self._failure.set(error)
+        self._begin(buffer)
+        with self._failure.change:
+            self._under_way -= 1
+            self._failure.change.notify()
 
 
 class _Lent:

@@ -39,6 +39,21 @@ class Workers:
         for number in range(writes):
             threading.Thread(target=self._write, name=f"tierckpt-write-{number}", daemon=True).start()
 
+        self._spare: list[_native.Buffer] = []
+        self._ahead = ahead
+        self._lock = threading.Lock()
+
+    def spare(self, count: int) -> list[_native.Buffer]:
+        """So many buffers of one chunk, beside `buffers`; to be given back with :meth:`keep`."""
+        with self._lock:
+            found = [self._spare.pop() for _ in range(min(count, len(self._spare)))]
+        return found + [_native.Buffer(CHUNK) for _ in range(count - len(found))]
+
+    def keep(self, buffers: list[_native.Buffer]) -> None:
+        """Keep some of these for the next."""
+        with self._lock:
+            self._spare += buffers[: self._ahead - len(self._spare)]
+
     def _work(self) -> None:
         scratch = _native.Buffer(CHUNK)
         while True:
@@ -63,6 +78,10 @@ class Workers:
     def write(self, task: Callable[[], None]) -> None:
         """Have ``task`` done by a thread that waits for the disk, in order of beginning. It must not raise."""
         self._writes.put(task)
+
+    def work(self, task: Callable[[_native.Buffer], None]) -> None:
+        """Have ``task`` done by a thread that works, in order of beginning. It must not raise."""
+        self._tasks.put(task)
 
 
 class Failure:
