@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from tierckpt.errors import (
     FencedError,
     LayoutError,
     LostContactError,
+    SkippedError,
     StateError,
     StepExistsError,
     StoreError,
@@ -45,6 +47,8 @@ from tierckpt.state.planner import Planned, Planner
 from tierckpt.telling import warn
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
+
+_log = logging.getLogger("tierckpt")
 
 Key = str | os.PathLike[str] | SigningKey
 
@@ -215,6 +219,11 @@ class Checkpointer:
             self._begin(None, chosen=False, looks=False)
         if info is not None:
             self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
+            try:
+                self._prepare(state)
+            except (StateError, LayoutError) as error:
+                # What is saved later may be another state; if it is this one, its save says the same.
+                _log.debug("the state that was restored cannot be saved: %s", error)
         return info
 
     def _settled(self, ref: CheckpointRef, info: LoadInfo) -> bool:
@@ -246,7 +255,12 @@ class Checkpointer:
         """Plan and warm up for ``state`` ahead of the first save. Collective."""
         with self._calls:
             self._must_be_open()
-            self._planner.prepare(state)
+            self._prepare(state)
+
+    def _prepare(self, state: Any) -> None:
+        size = self._planner.prepare(state)
+        if self._ram_tier is not None and size:
+            self._ram_tier.arena.prepare(size)
 
     def save(self, step: int, state: Any, *, metadata: Any = None, pin: bool = False) -> Handle:
         """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
@@ -371,6 +385,12 @@ class Checkpointer:
         else:
             try:
                 staging.stage(handle._set_staged, overlap=fenced)
+            except SkippedError:
+                staging.release(False)
+                raise
+            except Exception as error:
+                staging.fail(error)
+                handle._set_staged()
             except BaseException:
                 staging.release(False)
                 raise

@@ -134,6 +134,31 @@ def test_changes_that_bump_no_version_are_found(tmp_path: Path, gate: Gate, how:
     ckpt.close()
 
 
+@pytest.mark.parametrize("saves", [1, 2])
+def test_memory_that_a_parameter_lets_go_of_while_it_is_copied_stays(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    """Weights that are swapped in for an evaluation: the old memory would be unmapped under the copy."""
+    monkeypatch.setattr(fence, "COPY_BLOCK", 1 << 20)
+    model = torch.nn.Linear(1 << 11, 1 << 11, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    for step_ in range(1, saves):
+        ckpt.save(step_, state)
+        ckpt.fence()
+        ckpt.wait()
+        gate.open.clear()
+        gate.arrived.clear()
+    handle = ckpt.save(saves, state)
+    gate.arrived.wait()
+    model.weight.data = torch.zeros(1 << 11, 1 << 11)
+    gate.open.set()
+    with pytest.raises(TornSnapshotError, match=r"model\.weight"):
+        handle.wait()
+    ckpt.close()
+
+
 def test_fence_waits_for_what_no_optimizer_does(tmp_path: Path, gate: Gate) -> None:
     model, optimizer = model_and_optimizer()
     step(model, optimizer)

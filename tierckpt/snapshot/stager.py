@@ -48,6 +48,7 @@ class LiveSource:
         split: Split,
         watch: fence.Watch,
         also: Sequence[Callable[[], None]],
+        keep: Sequence[object],
         done: Callable[[], None],
     ) -> SlotSource:
         """Copy the first part of ``split`` into ``slot``, and begin to copy the second, which only optimizers change.
@@ -55,6 +56,7 @@ class LiveSource:
         Args:
             watch: tells whether they did so meanwhile.
             also: what else must be done before they change.
+            keep: the memory of the second part.
             done: called once when all is there, from any thread.
         """
         into = memoryview(slot.buffer)[: self.size]
@@ -62,7 +64,7 @@ class LiveSource:
         now = array("Q", compress(self._pointers, split.now_rows))
         later = array("Q", compress(self._pointers, split.later_rows))
         split.now.gather(now, 0, self.size, into, COPY_THREADS)
-        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, slot], done)
+        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, slot, keep], done)
         copy.start()
         return SlotSource(slot, self.size, copy)
 
