@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tierckpt import config
 from tierckpt.agent.coordinator import Coordinator
@@ -283,10 +283,10 @@ class Checkpointer:
     def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_INTEGER:
-            raise StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER}")
         with self._calls:
             self._must_be_open()
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
+                self._refuse(StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
             handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
@@ -325,7 +325,7 @@ class Checkpointer:
         is wrong on one fails on all when their drains meet."""
         before = self._steps.get(step)
         if step in self._done or (before is not None and before.error is None):
-            raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
+            self._refuse(StepExistsError(f"{self._place.url}: this process has already saved step {step}"))
         note: list[Any] = []
 
         def mine() -> bytes:
@@ -347,7 +347,7 @@ class Checkpointer:
             if len(set(planned.told)) > 1:
                 raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
             self._steps[step] = handle
-            handle._owner = self
+            handle._owner, handle._lend = self, fence.wait
             must_tell = True
             staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin)
         except _Raised as raised:
@@ -362,11 +362,21 @@ class Checkpointer:
                 if isinstance(staged, BaseException):
                     handle._set_staged()
                 job = Job(step, pin, staged, handle, due=self._disk.name in handle.due)
-                if self._ram_tier is not None:
-                    self._ram_tier.sealing.put(job)
-                else:
-                    handle._skip(Ram.name, "no agent could be started here")
-                    self._drain.put(job)
+                self._hand_over(job)
+
+    def _hand_over(self, job: Job) -> None:
+        if self._ram_tier is not None:
+            self._ram_tier.sealing.put(job)
+        else:
+            job.handle._skip(Ram.name, "no agent could be started here")
+            self._drain.put(job)
+
+    def _refuse(self, error: TierckptError) -> NoReturn:
+        """Raise what is wrong with a call. The other ranks may be in a save: their drains must not wait for this one."""
+        if self._group.size > 1 and self._planner.is_planned:
+            # Under a number that no step has: nothing of a step that exists may be taken for what has failed.
+            self._hand_over(Job(MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
+        raise error
 
     def _stage(
         self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool
@@ -492,6 +502,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until every save so far is done or has failed."""
+        fence.wait()
         for handle in list(self._handles):
             handle._ended.wait()
 
@@ -509,6 +520,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
+        fence.wait()
         last = self._ram_tier.finish() if self._ram_tier is not None else None
         if last is not None and not failed:
             # All ranks close after the same saves: they take the newest step to the disk as they do any other.
@@ -532,7 +544,10 @@ class Checkpointer:
         kept = [
             handle
             for handle in ended
-            if handle.error is not None and not handle._told and self._raises(handle, raising)
+            if handle.error is not None
+            and not handle._told
+            and self._raises(handle, raising)
+            and _FAILED_BEFORE not in str(handle.error)
         ]
         self._handles = [handle for handle in self._handles if handle not in ended or handle in kept]
         for handle in ended:
@@ -551,6 +566,10 @@ class Checkpointer:
         """Raise what is not only to be reported: inside a vote, so that all ranks raise in the same call."""
         for handle in self._handles:
             error = handle.error
+            if error is not None and _FAILED_BEFORE in str(error):
+                # Another rank has just raised what this one raises by itself: one failure must not make another.
+                handle._told = True
+                continue
             if handle._ended.is_set() and error is not None and self._raises(handle, self._on_error == "raise"):
                 kind = type(error) if isinstance(error, TierckptError) else StoreError
                 raise kind(f"{_FAILED_BEFORE}: {_failure(handle)}") from error

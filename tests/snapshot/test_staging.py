@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import ArenaFullError, Checkpointer, LayoutError, PerRank, Pieces, StateError
+from tierckpt import ArenaFullError, Checkpointer, LayoutError, PerRank, Pieces, StateError, StepExistsError
 from tierckpt.group import Group
 from tierckpt.snapshot.arena import Arena
 
@@ -231,3 +231,32 @@ def _overlapping(rank: int, root: str) -> tuple[str, list[int]]:
 
 def test_pieces_that_move_between_ranks(tmp_path: Path) -> None:
     assert run_ranks(_overlapping, 2, str(tmp_path / "s")) == [("fine", [0, 1, 2])] * 2
+
+
+def _refused_call(rank: int, root: str, agent: str, wrong: int) -> list[str]:
+    """A call that only one rank makes wrongly costs that save, on all ranks, and nothing of steps that exist."""
+    state: dict[str, Any] = {"w": torch.ones(3), "n": 0}
+    told = []
+    with Checkpointer(root, agent=agent, timeout=20) as ckpt:
+        for step in (0, 1):
+            ckpt.save(step, state).wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                ckpt.save(wrong if rank == 1 else 2, state).wait()
+            except (StateError, StepExistsError) as error:
+                told.append(type(error).__name__)
+        ckpt.save(3, state).wait()
+        # The same mistake on all ranks is raised on all, at once.
+        with pytest.raises((StateError, StepExistsError)):
+            ckpt.save(wrong, state)
+        ckpt.save(4, state).wait()
+    report = tierckpt.verify(root, every=True)
+    assert report.ok, report.problems
+    return [*told, str(tierckpt.steps(root))]
+
+
+@pytest.mark.parametrize("agent", ["off", "auto"])
+@pytest.mark.parametrize(("wrong", "kind"), [(-1, "StateError"), (1, "StepExistsError")])
+def test_a_call_that_one_rank_makes_wrongly(tmp_path: Path, agent: str, wrong: int, kind: str) -> None:
+    assert run_ranks(_refused_call, 2, str(tmp_path / "s"), agent, wrong) == [[kind, "[0, 1, 3, 4]"]] * 2
