@@ -107,7 +107,9 @@ class Copy:
         self._where: tuple[object, int] | None = None
         self._pid = os.getpid()
         self._error: Exception | None = None
-        #: Seconds for which training stood at the fence because of it.
+        # When training came to the fence.
+        self._met: float | None = None
+        #: Seconds for which training stood there because of it; known once it is confirmed.
         self.waited = 0.0
 
     def start(self) -> None:
@@ -173,6 +175,9 @@ class Copy:
             with _lock:
                 if self in _active:
                     _active.remove(self)
+            # Before anybody learns of the end: the drain passes it on at once.
+            if self._met is not None:
+                self.waited = time.perf_counter() - self._met
             self._confirmed.set()
             self._done()
 
@@ -187,12 +192,11 @@ class Copy:
             self._confirmed.wait(CONFIRM_SECONDS)
 
     def wait(self) -> None:
-        """For threads that change nothing: until it is confirmed, lending a hand.
+        """For threads that change nothing: until it is confirmed. They lend no hand, which would take a core from training.
 
         Raises:
             TornSnapshotError: the state changed meanwhile.
         """
-        self.work()
         self._confirmed.wait()
         if self._error is not None:
             raise self._error
@@ -202,12 +206,12 @@ class Copy:
         confirmed. Never raises."""
         if self._confirmed.is_set() or self._pid != os.getpid():
             return  # a forked child has a copy of everything as it is
-        began = time.perf_counter()
+        if self._met is None:
+            self._met = time.perf_counter()
         self.work()
         self._ended.wait()
         self._look()
         self._confirmed.wait()
-        self.waited += time.perf_counter() - began
 
 
 def _whereabouts(thread: int) -> tuple[object, int] | None:
