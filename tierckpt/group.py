@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,8 +47,8 @@ class Group:
         if dist is None or (process_group is None and not dist.is_initialized()):
             if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
                 warn(
-                    f"this process is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but torch.distributed is not initialised: it "
-                    "saves and loads by itself. Call torch.distributed.init_process_group() first",
+                    f"this process is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but torch.distributed is not "
+                    "initialised: it saves and loads by itself. Call torch.distributed.init_process_group() first",
                     stacklevel=4,
                 )
             return
