@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 
 from tierckpt.agent.drain import Drain, Job, Ranks
-from tierckpt.errors import SkippedError
+from tierckpt.agent.writing import Shard
+from tierckpt.errors import SkippedError, TierckptError
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -82,17 +83,23 @@ class Sealing:
                 job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
             job.handle._finish(None)
             return
-        job.settle(self._ranks, what, [said[1:] for said in told])
+        shard = job.settle(self._ranks, what, [said[1:] for said in told])
+        self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
         if self._drain.overtakes and any(said[:1] == _SHORT for said in told):
             self._make_room(job)
-        self._complete(job.step, job.due)
-        job.handle._reach("ram")
+        try:
+            self._complete(job.step, job.due)
+        except TierckptError as error:
+            # All ranks have sealed it and go on: so must this one, to where it can tell them.
+            job.error = error
+        else:
+            job.handle._reach("ram")
         if job.due:
             self._only_here = None
             self._drain.put(job)
         else:
             self._only_here = job
-            job.handle._finish(None)
+            job.handle._finish(None, job.error)
 
     def _mine(self, job: Job) -> bytes:
         if isinstance(job.staged, SkippedError):
@@ -122,6 +129,12 @@ class Sealing:
                 for other in mine:
                     other.withheld = False
                 drain.turn.notify_all()
+
+
+def _seal(job: Job, shard: Shard) -> bytes:
+    assert not isinstance(job.staged, BaseException)
+    job.staged.seal(shard)
+    return b""
 
 
 _SKIPPED = b"skipped"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 
+from tierckpt import _native
 from tierckpt.agent.drain import disagreement, header_digest
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import LayoutError, StateError
@@ -101,9 +102,9 @@ class Staging:
                 also = [] if sample is None else [sample.take]
                 # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
                 keep = [tensor.untyped_storage() for tensor in _late(split, taken)]
-                self._source = source.stage_behind_fence(slot, split, _watch(split, taken), also, keep, done)
+                self._source = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
                 return
-            self._source = source.stage(slot)
+            self._source = source.stage(slot.buffer)
         if sample is not None:
             sample.take()
         done()
@@ -129,16 +130,18 @@ class Staging:
             return json.dumps([mine.layout, mine.description, None, True]).encode()
         if self._source is not None:
             self._source.ready()
-        if self._layout is not None:
-            # What was staged for a layout of this rank's own is of use only once all know of it.
-            self._seal(self._shard(self._plan, self._source))
         summary = None if self._sample is None else self._sample.summary()
         return json.dumps([mine.layout, mine.description, summary, False]).encode()
 
-    def _seal(self, shard: Shard) -> None:
-        if self._memory is not None and self._memory.seals:
-            self._memory.seal(self._slot, shard)
-            self._sealed = True
+    def seal(self, shard: Shard) -> None:
+        """Hand over what :meth:`settle` returned to memory that outlives this process.
+
+        Raises:
+            AgentLostError: it is gone; the next save goes on with a new agent.
+        """
+        assert self._memory is not None
+        self._memory.seal(self._slot, shard)
+        self._sealed = True
 
     def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, and a line for each replica that differs between ranks. Collective.
@@ -180,22 +183,30 @@ class Staging:
         made: list[Shard] = []
 
         def part() -> bytes:
-            plan, source = self._cut(layout, ranks.rank)
-            memory = self._memory
-            made.append(self._shard(plan, source))
-            if memory is not None and memory.seals:
+            plan, cut = self._cut(layout, ranks.rank)
+            source: LiveSource | SlotSource | None = cut
+            if cut is not None and self._memory is not None and self._memory.seals:
                 # Whoever holds sealed shards holds them as they are to be written.
-                before, self._slot = self._slot, None if source is None else memory.acquire(source.size)
-                self._source = None if source is None or self._slot is None else source.stage(self._slot)
-                if self._sealed:
-                    memory.drop()
-                elif before is not None:
-                    before.release()
-                self._seal(made[0])
+                self._source = source = self._put_back(cut)
+            made.append(self._shard(plan, source))
             return b""
 
         ranks.vote(what, part)
         return made[0]
+
+    def _put_back(self, source: LiveSource) -> SlotSource:
+        """A shard that was cut out of the slot, in that slot again. Ranks may be ahead and have filled all others."""
+        assert self._memory is not None
+        between = _native.Buffer(source.size)
+        whole = source.stage(between)
+        if self._slot is None or len(self._slot.buffer) < source.size:
+            larger = self._memory.acquire(source.size)
+            if self._slot is not None:
+                self._slot.release()
+            self._slot = larger
+        into = memoryview(self._slot.buffer)[: source.size]
+        _native.stream_copy(into, whole.chunk(0, source.size, between))
+        return SlotSource(self._slot.buffer, source.size)
 
     def _cut(self, layout: Layout, rank: int) -> tuple[WritePlan, LiveSource | None]:
         """This rank's shard of another layout than the one it staged for."""
