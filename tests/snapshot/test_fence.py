@@ -96,6 +96,22 @@ def test_an_optimizers_step_waits_for_the_copy(tmp_path: Path, gate: Gate, kind:
     assert all(not torch.equal(before[name], tensor) for name, tensor in clone(model).items() if "weight" in name)
 
 
+def test_the_drain_that_waits_is_no_stall_of_training(tmp_path: Path, gate: Gate) -> None:
+    """It neither helps with the copy nor counts as time at the fence."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        gate.arrived.wait()
+        (copy,) = fence._active
+        with pytest.raises(TimeoutError):
+            handle.wait(timeout=0.05)
+        assert copy._left > 1  # only the copying thread takes blocks, and it stands at the gate
+        gate.open.set()
+        handle.wait()
+    assert handle.timings["fence"] == 0
+
+
 def test_a_change_without_a_step_is_torn_and_never_saved(tmp_path: Path, gate: Gate) -> None:
     model, optimizer = model_and_optimizer()
     step(model, optimizer)

@@ -98,7 +98,9 @@ class Copy:
         self._ended = threading.Event()
         self._pid = os.getpid()
         self._error: Exception | None = None
-        #: Seconds for which training stood at the fence because of it.
+        # When training came to the fence.
+        self._met: float | None = None
+        #: Seconds for which training stood there because of it; known once it has ended.
         self.waited = 0.0
 
     def start(self) -> None:
@@ -146,27 +148,30 @@ class Copy:
             with _lock:
                 if self in _active:
                     _active.remove(self)
+            # Before anybody learns of the end: the drain passes it on at once.
+            if self._met is not None:
+                self.waited = time.perf_counter() - self._met
             self._ended.set()
             self._done()
 
     def wait(self) -> None:
-        """Until everything was copied, with this thread's help.
+        """Until everything was copied. Whoever waits here does not help: that would take one more core from training.
 
         Raises:
             TornSnapshotError: the state changed meanwhile.
         """
-        self.help()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def help(self) -> None:
-        """The same, without raising."""
+        """The fence: until everything was copied, with this thread's help, since training stands still meanwhile."""
         if self._ended.is_set() or self._pid != os.getpid():
             return  # a forked child has a copy of everything as it is
-        began = time.perf_counter()
+        if self._met is None:
+            self._met = time.perf_counter()
         self.work()
         self._ended.wait()
-        self.waited += time.perf_counter() - began
 
 
 _lock = threading.Lock()
