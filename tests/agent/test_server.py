@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import struct
-import threading
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +232,23 @@ def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
     take(client)
     pid = status()["pid"]
     os.kill(pid, signal.SIGSTOP)
-    killer = threading.Timer(0.2, kill, (pid,))
-    killer.start()
-    with pytest.raises(AgentLostError, match="died or did not answer"):
-        take(client)
-    killer.join()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(take, client)
+
+        def waits_for_an_answer() -> bool:
+            """Whether a thread is in the protocol, receiving: a process that is stopped sends nothing."""
+            frames = list(sys._current_frames().values())
+            codes = [frame.f_code for frame in frames if frame.f_code.co_filename.endswith("agent/protocol.py")]
+            return any({"recv", "recv_fds"} & {*code.co_names} for code in codes)
+
+        until(waits_for_an_answer)
+        kill(pid)
+        with pytest.raises(AgentLostError, match="died or did not answer"):
+            asking.result(20)
     assert take(client)
 
 
 def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     clients = [Client("run", "node", start=True, timeout=20.0) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(Client.connect, clients))

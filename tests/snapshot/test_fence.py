@@ -28,9 +28,11 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.arrived = threading.Event()
+        self.threads: set[str] = set()
         copy, mine = fence.Copy._copy, threading.current_thread()
 
         def gated(self_: fence.Copy, lo: int, hi: int) -> None:
+            self.threads.add(threading.current_thread().name)
             if threading.current_thread() is not mine:
                 self.arrived.set()
                 self.open.wait()
