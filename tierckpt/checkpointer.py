@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from tierckpt import config
+from tierckpt import config, signals
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job, Staged
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
+from tierckpt.agent.sealing import Hastened, again
 from tierckpt.agent.writing import OwnWriter
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
@@ -44,6 +46,7 @@ from tierckpt.snapshot.ram import AgentMemory, RamTier
 from tierckpt.snapshot.staging import Memory, Staging
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
+from tierckpt.stop import Stop
 from tierckpt.telling import warn
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
@@ -73,6 +76,9 @@ class Checkpointer:
             ``"raise"`` raises there.
         on_disagreement: what happens when ranks hold different replicas of the same: ``"report"`` warns and saves that
             of the writer, ``"refuse"`` raises. Small tensors and values are compared at every save, large ones in turns.
+        save_on_signal: True for SIGTERM, or signals (numbers or names). When one of them comes to any rank, the newest complete
+            step goes to the disk whatever the cadence says, and :attr:`should_stop` becomes True at one of the next saves, the
+            same on all ranks. A handler that was there before is still called; :meth:`close` gives it back.
         max_restarts: after so many restarts in a row from one checkpoint without progress, an older one is taken.
         fresh: begin from nothing even if there are checkpoints.
         timeout: seconds for which ranks wait for each other (default: ``TIERCKPT_TIMEOUT``, else 1,800).
@@ -91,6 +97,7 @@ class Checkpointer:
         agent: str = "auto",
         on_error: str = "report",
         on_disagreement: str = "report",
+        save_on_signal: bool | Iterable[int | str] = False,
         max_restarts: int = config.MAX_RESTARTS,
         fresh: bool = False,
         timeout: float | None = None,
@@ -98,6 +105,7 @@ class Checkpointer:
         _one_of("agent", agent, ("auto", "off"))
         _one_of("on_error", on_error, ("report", "raise"))
         _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
+        listened = signals.numbers(save_on_signal)
         self._on_disagreement, self._given_key = on_disagreement, key
         self._ram, self._disk = _tiers(tiers, agent)
         self._on_error, self._fresh, self._max_restarts = on_error, fresh, max_restarts
@@ -111,6 +119,7 @@ class Checkpointer:
             on_disagreement=on_disagreement,
             max_restarts=max_restarts,
             fresh=fresh,
+            save_on_signal=listened,
         )
         self._trusted, self._expect_head = trusted_keys(trust), expect_head
         self._coordinator = Coordinator(
@@ -138,6 +147,12 @@ class Checkpointer:
         self._pid = os.getpid()
         self._last_due: dict[str, tuple[int, float]] = {}
         self._closed = False
+        self._hastened: Hastened | None = None
+        self._stop: Stop | None = None
+        if listened:
+            hasten = weakref.WeakMethod(self._hasten)
+            self._stop = Stop(self._group.clone(), listened, lambda: _call(hasten))
+            weakref.finalize(self, self._stop.stop).atexit = False
         _open.add(self)
         # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.
         weakref.finalize(self, self._drain.stop).atexit = False
@@ -189,7 +204,7 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
-        with self._calls:
+        with self._calls, self._counted(saves=False):
             return self._restore(
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
@@ -283,20 +298,30 @@ class Checkpointer:
     def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
-        with self._calls:
+        with self._calls, self._counted(saves=True) as last:
             self._must_be_open()
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
                 self._refuse(StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
-            handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always)
+            handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
 
-    def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool) -> Handle:
+    @contextmanager
+    def _counted(self, *, saves: bool) -> Iterator[bool]:
+        """Around calls that all ranks make alike; whether this is the one at which they stop."""
+        if self._stop is None:
+            yield False
+        else:
+            with self._stop.call(saves=saves) as stops:
+                yield stops
+
+    def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool, last: bool) -> Handle:
+        """``last``: all ranks stop here, so this step goes down to the disk."""
         self._surface()
         names = [tier.name for tier in self._all_tiers]
         handle = Handle(step, names, names)
         try:
-            due = [tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always)]
+            due = [tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always or last)]
             if not due:
                 return Handle(step, names, ())
             # What goes to the disk is in memory first.
@@ -304,7 +329,8 @@ class Checkpointer:
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
-            self._snapshot(handle, step, state, metadata, pin=pin, live=live, fenced=not (live or always))
+            fenced = not (live or always)
+            self._snapshot(handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
             self._handles = [other for other in self._handles if other is not handle]
             raise
@@ -319,7 +345,7 @@ class Checkpointer:
         return handle
 
     def _snapshot(
-        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool, fenced: bool
+        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool, fenced: bool, last: bool
     ) -> None:
         """The first time all ranks meet, and what is wrong is raised on all of them. Later each goes on by itself, and what
         is wrong on one fails on all when their drains meet."""
@@ -349,7 +375,7 @@ class Checkpointer:
             self._steps[step] = handle
             handle._owner, handle._lend = self, fence.wait
             must_tell = True
-            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin)
+            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin, last=last)
         except _Raised as raised:
             staged = raised.error
             raise
@@ -379,13 +405,14 @@ class Checkpointer:
         raise error
 
     def _stage(
-        self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool
+        self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool, last: bool
     ) -> Staging:
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
         memory: Memory | None = None
         if not live and self._ram_tier is not None:
-            memory = AgentMemory(self._ram_tier, handle.step, due=self._disk.name in handle.due, pinned=pinned)
+            due = self._disk.name in handle.due
+            memory = AgentMemory(self._ram_tier, handle.step, due=due, pinned=pinned, must=last)
         elif not live:
             memory = OwnMemory(self._arena, self._timeout)
         refuse = self._on_disagreement == "refuse"
@@ -432,6 +459,21 @@ class Checkpointer:
         """Wait until nothing is being copied from live state any more: to be called before it changes in another way than by
         the ``step()`` of a ``torch.optim.Optimizer``, which waits by itself."""
         fence.wait()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training loop is to end: a signal of ``save_on_signal=`` came to some rank, and this step is safe.
+
+        Becomes True inside :meth:`save`, at the same save on all ranks, and never anywhere else: ranks that ask between the
+        same two saves get the same answer. That save goes to all tiers, whatever their cadences say, so a loop that asks after
+        it loses nothing. Saves of steps that are not due count too: call it at every step.
+        """
+        return self._stop is not None and self._stop.stops
+
+    def _hasten(self) -> None:
+        """The newest complete step that is only in memory goes to the disk. All ranks do so between the same two calls."""
+        if self._ram_tier is not None:
+            self._hastened = self._ram_tier.sealing.hasten()
 
     # Generations
 
@@ -503,8 +545,18 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until every save so far is done or has failed."""
         fence.wait()
+        self._take_hastened(wait=True)
         for handle in list(self._handles):
             handle._ended.wait()
+
+    def _take_hastened(self, *, wait: bool) -> None:
+        """What a signal has sent to the disk is one of our saves."""
+        hastened = self._hastened
+        if hastened is not None and (wait or hastened.taken.is_set()):
+            hastened.taken.wait()
+            self._hastened = None
+            if hastened.handle is not None:
+                self._handles.append(hastened.handle)
 
     def close(self) -> None:
         """Finish what is under way, report what failed, give everything back. Called twice it does nothing.
@@ -521,12 +573,14 @@ class Checkpointer:
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
         fence.wait()
+        if self._stop is not None:
+            self._stop.settle(failed=failed)
         last = self._ram_tier.finish() if self._ram_tier is not None else None
         if last is not None and not failed:
             # All ranks close after the same saves: they take the newest step to the disk as they do any other.
-            last.due, last.offered, last.handle = True, False, Handle(last.step, ("disk",), ("disk",))
-            self._handles.append(last.handle)
+            self._handles.append(again(last))
             self._drain.put(last)
+        self._take_hastened(wait=True)
         self._drain.close()
         if self._ram_tier is not None:
             self._ram_tier.close(failed=failed)
@@ -535,10 +589,13 @@ class Checkpointer:
         self._channels.close()
         self._sealing_channels.close()
         self._group.close()
+        if self._stop is not None:
+            self._stop.close()
         self._surface()
 
     def _surface(self) -> None:
         """Tell of saves that have failed and that nobody has been told of yet."""
+        self._take_hastened(wait=False)
         ended = [handle for handle in self._handles if handle._ended.is_set()]
         raising = self._on_error == "raise" and not self._closed
         kept = [
@@ -591,6 +648,13 @@ class Checkpointer:
             raise StateError("this Checkpointer has been closed")
         if self._pid != os.getpid():
             raise StateError("this Checkpointer belongs to the process that this one was forked from; make a new one")
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call it, if its object is still there."""
+    found = method()
+    if found is not None:
+        found()
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -31,6 +31,9 @@ READERS_GRACE = 600.0
 TIMEOUT = 1800.0
 #: Seconds for which a rank that has lost contact waits for the others to say that they are still there.
 ANSWER_SECONDS = 3.0
+#: Seconds between two looks whether another rank was told to end; more where there are many ranks.
+STOP_SECONDS = 0.25
+STOP_SECONDS_PER_RANK = 0.001
 #: Attempts at a write that failed for a passing reason, and the seconds before the first retry (doubled each time).
 WRITE_ATTEMPTS = 5
 WRITE_BACKOFF = 0.1

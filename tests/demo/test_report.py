@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tierckpt.demo.report import STEPS, Run, _compare, main
 
+FROM_MEMORY = ({"sources": ["ram"], "seconds": 0.1},)
 LOSSES = {step: float(step).hex() for step in range(STEPS)}
 
 
@@ -17,7 +20,14 @@ def _hit(**changes: float) -> Run:
     for name, value in changes.items():
         attempt, step = name.split("_")[1:]
         (first, second)[int(attempt)][int(step)] = value.hex()
-    return Run([first, second], {"a": "1"})
+    return Run([first, second], {"a": "1"}, FROM_MEMORY)
+
+
+def _environment(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended, or is not ours
+        return b""
 
 
 def test_equal_runs_are_equal() -> None:
@@ -36,6 +46,13 @@ def test_a_missing_step_and_a_different_state_are_seen() -> None:
     assert not _compare(Run([LOSSES], {"a": "2"}), _hit(), resumed=10)[1]
 
 
+@pytest.mark.parametrize(
+    "restored", [(), ({"sources": ["disk"], "seconds": 0.1},), (*FROM_MEMORY, {"sources": ["disk"], "seconds": 0.1})]
+)
+def test_what_came_from_the_disk_is_seen(restored: tuple[dict[str, Any], ...]) -> None:
+    assert not _compare(Run([LOSSES], {"a": "1"}), replace(_hit(), restored=restored), resumed=10)[1]
+
+
 def test_it_touches_no_folder_that_holds_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").touch()
     assert main(tmp_path) == 2
@@ -48,4 +65,7 @@ def test_it_touches_no_folder_that_holds_something(tmp_path: Path, capsys: pytes
 def test_the_demo_shows_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(tmp_path / "demo") == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
-    assert "torchrun restarted the job" in shown and "Nothing was lost and nothing differs" in shown
+    assert "from ram" in shown and "Nothing was lost and nothing differs" in shown
+    assert not list((tmp_path / "demo/runtime").rglob("*.*"))
+    left = [path for path in Path("/proc").glob("[0-9]*/environ") if bytes(tmp_path) in _environment(path)]
+    assert not left, left

@@ -448,7 +448,7 @@ def _status(generation: Generation) -> dict[str, JSON]:
         "root": generation.root,
         "sealed": max(sealed, default=None),
         "slots": [
-            {"bytes": slot.capacity, "rank": rank, "slot": slot.number, "state": "busy" if slot.busy else "free"}
+            {"bytes": slot.capacity, "rank": rank, "slot": slot.number, "state": slot.state}
             for rank, slots in sorted(generation.by_rank.items())
             for slot in slots
         ],
@@ -459,6 +459,7 @@ def _status(generation: Generation) -> dict[str, JSON]:
                 "durable": step.durable,
                 "due": any(snapshot.due for snapshot in step.snapshots.values()),
                 "ranks": len(step.snapshots),
+                "sealed_by": list[JSON](sorted(step.snapshots)),
                 "step": number,
             }
             for number, step in sorted(generation.steps.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 from tierckpt.agent.protocol import Channel
@@ -13,14 +14,17 @@ from tierckpt.errors import TierckptError
 _ANSWER = 5.0  # seconds that an agent may take
 
 
-def agents() -> list[dict[str, Any]]:
+def agents(folder: Path | None = None) -> list[dict[str, Any]]:
     """What each says of itself; of one that does not answer, ``{"socket": …, "problem": …}``.
+
+    Args:
+        folder: with their sockets; by default the user's runtime folder.
 
     Raises:
         StoreError: the runtime folder is not this user's alone.
     """
     found: list[dict[str, Any]] = []
-    for home in homes():
+    for home in homes(folder):
         told: dict[str, Any] = {"socket": str(home.socket)}
         try:
             sock = home.connect(_ANSWER)

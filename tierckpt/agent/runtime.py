@@ -155,9 +155,9 @@ class Home:
         return " ".join(text.split())
 
 
-def homes() -> list[Home]:
-    """Those of all agents of this user that have a socket."""
-    folder = runtime_folder(make=False)
+def homes(folder: Path | None = None) -> list[Home]:
+    """Those of all agents that have a socket in ``folder``, by default the user's."""
+    folder = folder or runtime_folder(make=False)
     if folder is None:
         return []
     return [Home(folder, path.stem) for path in sorted(folder.glob("*.sock"))]

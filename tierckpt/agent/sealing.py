@@ -11,11 +11,26 @@ import threading
 from collections.abc import Callable
 
 from tierckpt.agent.drain import Drain, Job, Ranks
+from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
+from tierckpt.telling import warn
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
+
+
+class Hastened:
+    """That the newest complete step goes to the disk although it was not due there.
+
+    Attributes:
+        taken: whether it is known which step that is.
+        handle: of that step; None if the newest is on the disk already, or on its way there.
+    """
+
+    def __init__(self) -> None:
+        self.taken = threading.Event()
+        self.handle: Handle | None = None
 
 
 class Sealing:
@@ -37,12 +52,18 @@ class Sealing:
     ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
         self._complete, self._drop = complete, drop
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Hastened | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
 
-    def put(self, job: Job) -> None:
+    def hasten(self) -> Hastened:
+        """Take the newest complete step to the disk whatever the cadence says. All ranks do so between the same two steps."""
+        wish = Hastened()
+        self.put(wish)
+        return wish
+
+    def put(self, job: Job | Hastened) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tierckpt-seal", daemon=True)
@@ -63,6 +84,9 @@ class Sealing:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
+            if isinstance(job, Hastened):
+                self._hasten(job)
+                continue
             try:
                 self._take(job)
             except BaseException as error:
@@ -72,6 +96,20 @@ class Sealing:
                 finally:
                     job.handle._finish(None, error)
             del job
+
+    def _hasten(self, wish: Hastened) -> None:
+        job, self._only_here = self._only_here, None
+        try:
+            if job is None:
+                return
+            wish.handle = again(job)
+            try:
+                self._complete(job.step, True)  # else a newer one would replace it
+            except TierckptError as error:
+                warn(f"step {job.step} may not get to the disk: {error}")  # its drain fails, on all ranks
+            self._drain.put(job)
+        finally:
+            wish.taken.set()
 
     def _take(self, job: Job) -> None:
         what = f"the save of step {job.step}"
@@ -135,6 +173,13 @@ def _seal(job: Job, shard: Shard) -> bytes:
     assert not isinstance(job.staged, BaseException)
     job.staged.seal(shard)
     return b""
+
+
+def again(job: Job) -> Handle:
+    """Make a step that is only in memory, and whose save has ended, due on the disk; its new handle."""
+    job.due, job.offered = True, False
+    job.handle = Handle(job.step, ("disk",), ("disk",))
+    return job.handle
 
 
 _SKIPPED = b"skipped"

@@ -36,6 +36,11 @@ class Slot:
     busy: bool = True
     sealed: bool = False
 
+    @property
+    def state(self) -> str:
+        """What it is doing: ``"free"``, ``"filling"``, ``"sealed"``."""
+        return "sealed" if self.sealed else "filling" if self.busy else "free"
+
 
 class Memory:
     """Makes slots within a budget of bytes; all generations share it."""

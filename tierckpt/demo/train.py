@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import tierckpt
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, Disk, Ram
 from tierckpt.demo.digest import state_digests
 from tierckpt.demo.gpt import GPT, Shape
 from tierckpt.demo.text import Windows, library_sources
@@ -82,19 +83,23 @@ class Job:
             path.write_text(json.dumps(digests, indent=1))
 
 
-def train(job: Job, root: Path, log: Path, steps: int, every: int) -> None:
+def train(job: Job, root: Path, log: Path, steps: int, every: int, attempt: int) -> None:
     """Trains to the end from wherever the newest checkpoint is; writes what happened to ``log``, a folder."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (log / f"pid-{attempt}-{job.rank}").write_text(str(os.getpid()))
     state = job.state()
-    with Checkpointer(root, agent="off") as ckpt, open(log / f"steps-{attempt}-{job.rank}", "w") as lines:
+    tiers: list[Ram | Disk] = [Ram(), Disk(every=every)]
+    with Checkpointer(root, tiers=tiers) as ckpt, open(log / f"steps-{attempt}-{job.rank}", "w") as lines:
+        began = time.perf_counter()
         info = ckpt.restore(state)
+        if info is not None:
+            took = time.perf_counter() - began
+            told = {"step": info.step, "sources": sorted(info.sources), "seconds": took}
+            (log / f"restored-{attempt}-{job.rank}").write_text(json.dumps(told))
         for step in range(info.step + 1 if info else 0, steps):
             loss = job.step()
             # hex: a decimal number could hide the last bit.
             print(step, loss.hex(), file=lines, flush=True)
-            if (step + 1) % every == 0:
-                ckpt.save(step, state)
+            ckpt.save(step, state)
     job.write_digests(log / "digests.json")
 
 
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--load", action="store_true")
     options = parser.parse_args()
 
@@ -122,7 +128,7 @@ def main() -> None:
     if options.load:
         load(job, options.root, options.folder)
     else:
-        train(job, options.root, options.folder, options.steps, options.every)
+        train(job, options.root, options.folder, options.steps, options.every, options.attempt)
     if world:
         # The group's threads must let go of all tensors, and end, while Python still hands out its lock: so
         # no rank leaves early, and the mesh, which holds the group, goes with the model.

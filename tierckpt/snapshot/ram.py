@@ -70,15 +70,15 @@ class RamTier:
         self._drain.writer = self.arena
         self._drain.overtakes = policy.on_full == "overtake"
 
-    def acquire(self, step: int, size: int) -> RemoteSlot:
-        """A slot of the agent.
+    def acquire(self, step: int, size: int, *, must: bool) -> RemoteSlot:
+        """A slot of the agent. ``must``: the step is not skipped.
 
         Raises:
             ArenaFullError: no slot became free, or the budget has no room.
             SkippedError: no slot is free, and such steps are skipped.
             AgentLostError: the agent died; the next save goes on with a new one.
         """
-        skips = self._policy.on_full == "skip"
+        skips = self._policy.on_full == "skip" and not must
         try:
             return self.arena.acquire(size, 0.0 if skips else self._group.timeout)
         except ArenaFullError as error:
@@ -117,16 +117,17 @@ class AgentMemory:
     Args:
         due: whether the step is due on the disk.
         pinned: whether it is never to be retired.
+        must: whether it is saved even where it takes time to get a slot.
     """
 
     seals = True
 
-    def __init__(self, tier: RamTier, step: int, *, due: bool, pinned: bool) -> None:
-        self._tier, self._step, self._due, self._pinned = tier, step, due, pinned
+    def __init__(self, tier: RamTier, step: int, *, due: bool, pinned: bool, must: bool) -> None:
+        self._tier, self._step, self._due, self._pinned, self._must = tier, step, due, pinned, must
 
     def acquire(self, size: int) -> RemoteSlot:
         """See :meth:`RamTier.acquire`."""
-        return self._tier.acquire(self._step, size)
+        return self._tier.acquire(self._step, size, must=self._must)
 
     def seal(self, slot: Slot | RemoteSlot | None, shard: Shard) -> None:
         """From then on this process may die.
