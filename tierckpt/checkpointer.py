@@ -530,7 +530,7 @@ class Checkpointer:
             memory.join()
         except (FencedError, LostContactError):
             raise
-        except TierckptError as error:
+        except (TierckptError, OSError) as error:
             warn(f"snapshots do not outlive this process, as with agent='off': {error}", stacklevel=4)
             self._ram = self._ram_tier = None
             self._drain.writer, self._drain.overtakes = OwnWriter(), False

@@ -260,3 +260,27 @@ def _refused_call(rank: int, root: str, agent: str, wrong: int) -> list[str]:
 @pytest.mark.parametrize(("wrong", "kind"), [(-1, "StateError"), (1, "StepExistsError")])
 def test_a_call_that_one_rank_makes_wrongly(tmp_path: Path, agent: str, wrong: int, kind: str) -> None:
     assert run_ranks(_refused_call, 2, str(tmp_path / "s"), agent, wrong) == [[kind, "[0, 1, 3, 4]"]] * 2
+
+
+def _drifting(rank: int, root: str) -> list[int]:
+    """Structures change at other saves on each rank, some of them ahead of the others."""
+    state: dict[str, Any] = {"w": torch.arange(100.0), "n": 0}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        handles = []
+        for step in range(1, 13):
+            if step % 3 == rank:
+                state[f"own{rank}.{step}"] = torch.full((5,), float(step))
+            state["n"] = step
+            handles.append(ckpt.save(step, state))
+            if step % 4 == 2 * rank:
+                handles[-1].wait()
+        for handle in handles:
+            handle.wait()
+        for step in range(13):
+            assert tierckpt.read(root, step=step)["n"] == step
+    return tierckpt.steps(root)
+
+
+def test_ranks_that_change_at_different_saves_lose_none(tmp_path: Path) -> None:
+    assert run_ranks(_drifting, 3, str(tmp_path / "s")) == [list(range(13))] * 3

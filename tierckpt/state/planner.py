@@ -93,6 +93,9 @@ class Said(NamedTuple):
     digest: bytes
 
 
+_KNOWN = 8  # layouts that are remembered: ranks are few saves apart
+
+
 class Planner:
     """Plans for the ranks of ``group``. While a state keeps its layout, a save takes no collective step."""
 
@@ -155,7 +158,12 @@ class Planner:
 
     def adopt(self, description: bytes, settlement: Settlement) -> None:
         """From the next save on, follow what all ranks have agreed on; ``description`` is this rank's. From any thread."""
+        self._know(settlement.following)
         self._next = derive("description", description), settlement.following, settlement.said
+
+    def _know(self, layout: Layout) -> None:
+        """Other ranks may stage for it before this one does."""
+        self.known = dict([*self.known.items(), (layout.hash, layout)][-_KNOWN:])
 
     @paused_collector()
     def _together(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
@@ -173,7 +181,7 @@ class Planner:
 
     def _agreed(self, digest: bytes, layout: Layout, said: Descriptions) -> None:
         self._digest, self._layout, self._plan = digest, layout, None
-        self.known = dict([*self.known.items(), (layout.hash, layout)][-3:])
+        self._know(layout)
         self._replicas = Replicas(layout, self._group.rank, said)
         self._total = _total(layout)
 
