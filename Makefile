@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/.tools
 PACKAGE := $(VENV)/.package
+PEERS := $(VENV)/.peers
 NATIVE := $(sort $(wildcard native/*.cpp native/*.h native/cuda/*))
 CLEAN_VENV := build/clean-venv
 
@@ -65,8 +66,14 @@ acceptance: setup
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq strace; fi
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m acceptance
 
-bench: setup
+$(PEERS): $(TOOLS)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --group bench
+	touch $@
+
+# BENCH='--gib 0.25 --rounds 1' for a quick look; both take --gib, --rounds, --root and --json.
+bench: setup $(PEERS)
 	$(BIN)/python benchmarks/foundation.py $(BENCH)
+	$(BIN)/python benchmarks/snapshot.py $(BENCH)
 
 # torch is no dependency: what the wheel promises to an auditor is tried where there is none.
 wheel: setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 
 import pytest
 
@@ -130,3 +131,13 @@ def _send(rank: int) -> bytes:
 def test_send_and_receive() -> None:
     sent, received = run_ranks(_send, 2)
     assert sent == received
+
+
+def test_a_job_of_several_that_forgot_to_initialise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(RuntimeWarning, match="init_process_group"):
+        assert Group(timeout=20).size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Group(timeout=20)

@@ -370,3 +370,34 @@ def _mapping_on_one_rank(rank: int, root: str) -> list[list[float]]:
 def test_a_mapping_may_be_one_ranks_own(tmp_path: Path) -> None:
     first, second = run_ranks(_mapping_on_one_rank, 2, str(tmp_path / "s"))
     assert first == second == [[0.0, 1.0, 2.0], [1.0, 1.0]]
+
+
+def _one_failure(rank: int, root: str) -> tuple[int, list[int]]:
+    """Rank 1 has a save that cannot be encoded, and both ranks go on whatever is raised."""
+    state: dict[str, Any] = {"w": torch.ones(3)}
+    raised = 0
+    with Checkpointer(root, agent="off", on_error="raise") as ckpt:
+        ckpt.save(0, state).wait()
+        for step in range(1, 12):
+            if step == 2 and rank == 1:
+                state["bad"] = object()
+            try:
+                ckpt.save(step, state)
+                if rank == 0 or step % 2:
+                    ckpt.wait()
+            except tierckpt.TierckptError:
+                raised += 1
+            state.pop("bad", None)
+        ckpt.wait()
+        try:
+            ckpt.save(20, state).wait()
+        except tierckpt.TierckptError:
+            raised += 1
+            ckpt.save(21, state).wait()
+    return raised, tierckpt.steps(root)
+
+
+def test_one_failure_that_is_raised_does_not_make_others(tmp_path: Path) -> None:
+    (first, steps), (second, _) = run_ranks(_one_failure, 2, str(tmp_path / "s"))
+    assert 1 <= first <= 2 and 1 <= second <= 2
+    assert len(steps) >= 8

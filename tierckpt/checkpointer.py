@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from tierckpt import config, signals
 from tierckpt.agent.coordinator import Coordinator
@@ -25,6 +26,7 @@ from tierckpt.errors import (
     FencedError,
     LayoutError,
     LostContactError,
+    SkippedError,
     StateError,
     StepExistsError,
     StoreError,
@@ -48,6 +50,8 @@ from tierckpt.stop import Stop
 from tierckpt.telling import warn
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
+
+_log = logging.getLogger("tierckpt")
 
 Key = str | os.PathLike[str] | SigningKey
 
@@ -230,6 +234,11 @@ class Checkpointer:
             self._begin(None, chosen=False, looks=False)
         if info is not None:
             self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
+            try:
+                self._prepare(state)
+            except (StateError, LayoutError) as error:
+                # What is saved later may be another state; if it is this one, its save says the same.
+                _log.debug("the state that was restored cannot be saved: %s", error)
         return info
 
     def _settled(self, ref: CheckpointRef, info: LoadInfo) -> bool:
@@ -261,7 +270,12 @@ class Checkpointer:
         """Plan and warm up for ``state`` ahead of the first save. Collective."""
         with self._calls:
             self._must_be_open()
-            self._planner.prepare(state)
+            self._prepare(state)
+
+    def _prepare(self, state: Any) -> None:
+        size = self._planner.prepare(state)
+        if self._ram_tier is not None and size:
+            self._ram_tier.arena.prepare(size)
 
     def save(self, step: int, state: Any, *, metadata: Any = None, pin: bool = False) -> Handle:
         """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
@@ -284,10 +298,10 @@ class Checkpointer:
     def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_INTEGER:
-            raise StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER}")
         with self._calls, self._counted(saves=True) as last:
             self._must_be_open()
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
+                self._refuse(StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
             handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
@@ -337,7 +351,7 @@ class Checkpointer:
         is wrong on one fails on all when their drains meet."""
         before = self._steps.get(step)
         if step in self._done or (before is not None and before.error is None):
-            raise StepExistsError(f"{self._place.url}: this process has already saved step {step}")
+            self._refuse(StepExistsError(f"{self._place.url}: this process has already saved step {step}"))
         note: list[Any] = []
 
         def mine() -> bytes:
@@ -359,7 +373,7 @@ class Checkpointer:
             if len(set(planned.told)) > 1:
                 raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
             self._steps[step] = handle
-            handle._owner = self
+            handle._owner, handle._lend = self, fence.wait
             must_tell = True
             staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin, last=last)
         except _Raised as raised:
@@ -374,11 +388,21 @@ class Checkpointer:
                 if isinstance(staged, BaseException):
                     handle._set_staged()
                 job = Job(step, pin, staged, handle, due=self._disk.name in handle.due)
-                if self._ram_tier is not None:
-                    self._ram_tier.sealing.put(job)
-                else:
-                    handle._skip(Ram.name, "no agent could be started here")
-                    self._drain.put(job)
+                self._hand_over(job)
+
+    def _hand_over(self, job: Job) -> None:
+        if self._ram_tier is not None:
+            self._ram_tier.sealing.put(job)
+        else:
+            job.handle._skip(Ram.name, "no agent could be started here")
+            self._drain.put(job)
+
+    def _refuse(self, error: TierckptError) -> NoReturn:
+        """Raise what is wrong with a call. The other ranks may be in a save: their drains must not wait for this one."""
+        if self._group.size > 1 and self._planner.is_planned:
+            # Under a number that no step has: nothing of a step that exists may be taken for what has failed.
+            self._hand_over(Job(MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
+        raise error
 
     def _stage(
         self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool, last: bool
@@ -398,6 +422,12 @@ class Checkpointer:
         else:
             try:
                 staging.stage(handle._set_staged, overlap=fenced)
+            except SkippedError:
+                staging.release(False)
+                raise
+            except Exception as error:
+                staging.fail(error)
+                handle._set_staged()
             except BaseException:
                 staging.release(False)
                 raise
@@ -514,6 +544,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until every save so far is done or has failed."""
+        fence.wait()
         self._take_hastened(wait=True)
         for handle in list(self._handles):
             handle._ended.wait()
@@ -541,6 +572,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
         _open.discard(self)
+        fence.wait()
         if self._stop is not None:
             self._stop.settle(failed=failed)
         last = self._ram_tier.finish() if self._ram_tier is not None else None
@@ -569,7 +601,10 @@ class Checkpointer:
         kept = [
             handle
             for handle in ended
-            if handle.error is not None and not handle._told and self._raises(handle, raising)
+            if handle.error is not None
+            and not handle._told
+            and self._raises(handle, raising)
+            and _FAILED_BEFORE not in str(handle.error)
         ]
         self._handles = [handle for handle in self._handles if handle not in ended or handle in kept]
         for handle in ended:
@@ -588,6 +623,10 @@ class Checkpointer:
         """Raise what is not only to be reported: inside a vote, so that all ranks raise in the same call."""
         for handle in self._handles:
             error = handle.error
+            if error is not None and _FAILED_BEFORE in str(error):
+                # Another rank has just raised what this one raises by itself: one failure must not make another.
+                handle._told = True
+                continue
             if handle._ended.is_set() and error is not None and self._raises(handle, self._on_error == "raise"):
                 kind = type(error) if isinstance(error, TierckptError) else StoreError
                 raise kind(f"{_FAILED_BEFORE}: {_failure(handle)}") from error

@@ -21,6 +21,8 @@ CHUNKS_AHEAD = 2 * WRITES
 COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
 #: Bytes that a thread copies at once while training goes on; whoever waits at the fence takes turns with it.
 COPY_BLOCK = 16 << 20
+#: Seconds between two looks at whether the thread that saved has gone on to another instruction.
+CONFIRM_SECONDS = 0.002
 #: Slots of staged shards held at once by one process: one being drained, one being filled.
 SLOTS = 2
 #: Seconds for which files of a retired checkpoint stay, for readers that have begun to read it.

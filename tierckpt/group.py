@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 from tierckpt import config, errors
 from tierckpt.config import ANSWER_SECONDS
 from tierckpt.errors import LostContactError, StateError, TierckptError
+from tierckpt.telling import warn
 
 #: Up to so many ranks that have something to say are heard one after the other.
 _FEW = 4
@@ -43,6 +45,12 @@ class Group:
         self.leaders: list[int] = [0]
         dist = _distributed()
         if dist is None or (process_group is None and not dist.is_initialized()):
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+                warn(
+                    f"this process is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but torch.distributed is not "
+                    "initialised: it saves and loads by itself. Call torch.distributed.init_process_group() first",
+                    stacklevel=4,
+                )
             return
         if process_group is not None and dist.get_rank(process_group) < 0:
             raise TierckptError("group=: this process is not a member of the group it passed")

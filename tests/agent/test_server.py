@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import struct
-import threading
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,6 +30,11 @@ LAYOUT = b"a layout"
 HASH = derive("layout", LAYOUT).hex()
 
 
+def begun(generation: int, chain: str = "a") -> list[tuple[int, str]]:
+    """The generations of one chain so far."""
+    return [(number, derive(chain, bytes([number])).hex()) for number in range(1, generation + 1)]
+
+
 def joining(root: Path, generation: int = 1, **more: Any) -> Joining:
     given: dict[str, Any] = {
         "generation": generation,
@@ -37,6 +44,7 @@ def joining(root: Path, generation: int = 1, **more: Any) -> Joining:
         "root": str(root),
         "roots": 1,
         "origin": None,
+        "begun": begun(generation),
         "slots": 3,
         "budget": 1 << 26,
         "idle": 600.0,
@@ -221,21 +229,33 @@ def test_a_dead_agent_is_noticed_and_replaced(client: Client) -> None:
     assert client.epoch == 2
 
 
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
     take(client)
     pid = status()["pid"]
     os.kill(pid, signal.SIGSTOP)
-    killer = threading.Timer(0.2, kill, (pid,))
-    killer.start()
-    with pytest.raises(AgentLostError, match="died or did not answer"):
-        take(client)
-    killer.join()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(take, client)
+
+        def waits_for_an_answer() -> bool:
+            """Whether a thread is in the protocol, receiving: a process that is stopped sends nothing."""
+            return any(
+                "recv_fds" in frame.f_code.co_names for top in sys._current_frames().values() for frame in stack(top)
+            )
+
+        until(waits_for_an_answer)
+        kill(pid)
+        with pytest.raises(AgentLostError, match="died or did not answer"):
+            asking.result(20)
     assert take(client)
 
 
 def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     clients = [Client("run", "node", start=True, timeout=20.0) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(Client.connect, clients))
@@ -413,3 +433,38 @@ def test_who_stops_in_the_middle_of_a_frame_blocks_nobody(client: Client) -> Non
         channel.sock.sendall(struct.pack(">I", 1000) + b"{")
         alive()
         take(client)
+
+
+def test_what_was_made_for_another_chain_is_forgotten(client: Client, tmp_path: Path) -> None:
+    """The store was removed: its former life has the same run and perhaps a newer generation, but other links."""
+    seal(client, 1, take(client))
+    client.request("complete", step=1, due=False)
+    other = Client("run", "node", start=False, timeout=20.0)
+    with pytest.raises(StateError, match="another chain"):
+        other.join(joining(tmp_path, begun=begun(1, "b")))
+    client.close()
+    until(nobody_is_there)
+    other.join(joining(tmp_path, begun=begun(1, "b")))
+    with other.request("held", root=str(tmp_path)) as reply:
+        assert reply.fields["snapshots"] == []
+    seal(other, 1, take(other))
+    with other.request("held", root=str(tmp_path)) as reply:
+        assert [held["begin"] for held in reply.fields["snapshots"]] == [begun(1, "b")[0][1]]  # type: ignore[index,union-attr]
+    other.close()
+
+
+def nobody_is_there() -> bool:
+    return all(rank != "alive" for generation in status()["generations"] for rank in generation["ranks"].values())
+
+
+def test_an_older_generation_of_another_chain_is_no_reason_to_fence(client: Client, tmp_path: Path) -> None:
+    """After a roll-back the numbers begin again below those of the time line that was rolled away."""
+    client.close()
+    first = Client("run", "node", start=True, timeout=20.0)
+    first.join(joining(tmp_path, 5))
+    first.close()
+    second = Client("run", "node", start=True, timeout=20.0)
+    until(nobody_is_there)
+    second.join(joining(tmp_path, 3, begun=[*begun(2), (3, derive("b", b"3").hex())]))
+    seal(second, 1, take(second))
+    second.close()

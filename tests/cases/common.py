@@ -1,13 +1,16 @@
 """States, comparisons and storage faults that the cases share.
 
-Faults are put where the package meets the operating system, in the process under test; the engine has no hooks for
-them.
+Faults are put where the package meets the operating system, in the process under test or in its agent; the engine has no
+hooks for them.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,65 @@ def fails_for(step: int, number: int) -> Fault:
             raise OSError(number, os.strerror(number), path)
 
     return fault
+
+
+FAULTY = Path(__file__).with_name("faulty")
+
+
+class Faults:
+    """Storage faults in this process and in the agents that it starts, until `undo`.
+
+    Args:
+        folder: where the rules lie; processes that have the same share them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(exist_ok=True)
+        os.environ["STORAGE_FAULTS"] = str(folder)
+        sys.path.insert(0, str(FAULTY))  # agents look for modules where we do
+        spec = importlib.util.spec_from_file_location("faulty", FAULTY / "sitecustomize.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # It would install itself; here that is undone as well.
+        del os.environ["STORAGE_FAULTS"]
+        spec.loader.exec_module(module)
+        os.environ["STORAGE_FAULTS"] = str(folder)
+        self._put_back: Callable[[], None] = module.install(str(folder))
+
+    def _rule(self, parts: Sequence[str], do: str, number: int = 0) -> Path:
+        rule = self._folder / f"{'-'.join(parts).replace('/', '_')}.rule"
+        new = rule.with_suffix(".new")
+        new.write_text(json.dumps({"parts": parts, "do": do, "errno": number}))
+        new.rename(rule)
+        return rule
+
+    def fail(self, *parts: str, errno: int, once: bool = False) -> None:
+        """Writes to files with all ``parts`` in their path fail with ``errno``."""
+        self._rule(parts, "once" if once else "fail", errno)
+
+    def hold(self, *parts: str) -> Callable[[], bool]:
+        """Such writes wait; the result tells whether one has come."""
+        return Path(f"{self._rule(parts, 'hold')}.met").exists
+
+    @property
+    def left(self) -> bool:
+        """Whether a rule is still there."""
+        return any(self._folder.glob("*.rule"))
+
+    def clear(self) -> None:
+        """Nothing fails or waits any more."""
+        for rule in self._folder.glob("*.rule"):
+            rule.unlink(missing_ok=True)
+
+    def undo(self) -> None:
+        """Put things back in this process."""
+        self.clear()
+        self._put_back()
+        sys.path.remove(str(FAULTY))
+        del os.environ["STORAGE_FAULTS"]
+
+
+def folder_of(step: int) -> str:
+    """What the paths of all files of a step have in them."""
+    return f"/s{step:012d}/"

@@ -1,7 +1,4 @@
-"""K03: no checkpoint is seen before it is whole, and none goes before its successor is.
-
-The arm of C10 that kills with the bytes in the agent's memory waits for the ram tier.
-"""
+"""K03: no checkpoint is seen before it is whole, and none goes before its successor is."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.cases.common import blank, files, files_of, holds, on_write, shard_of, sharded, state
+from tests.agents import kill, status, until
+from tests.cases.common import Faults, blank, files, files_of, folder_of, holds, on_write, shard_of, sharded, state
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk
+from tierckpt import Checkpointer, Disk, Ram
 
 
 def _dies_while_writing(rank: int, root: str, part: str) -> None:
@@ -58,6 +56,57 @@ def test_c10_latest_moves_when_the_bytes_are_there_and_not_before(tmp_path: Path
     assert not [name for name in files_of(root, 2) if name.startswith("g0001/")]
     assert tierckpt.load(found, root).step == 2
     assert holds(found, 2)
+
+
+def _dies_while_the_agent_writes(rank: int, root: str, rules: str, kills_agent: bool) -> None:
+    """As above, with the bytes in the agent's memory, and the agent held at the first write of step 2."""
+    faults = Faults(rules)
+    ckpt = Checkpointer(root, tiers=[Ram(), Disk(keep=1, grace=0)])
+    ckpt.save(1, state(1)).wait()
+    held = faults.hold(folder_of(2), "shard-")
+    handle = ckpt.save(2, state(2))
+    handle.wait("ram")
+    until(held)
+    assert not handle.done()
+    for _ in range(5):
+        assert tierckpt.latest(root) == 1
+        assert tierckpt.steps(root) == [1]
+        assert tierckpt.verify(root).ok
+    if kills_agent:
+        kill(status()["pid"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_c10_what_is_only_in_memory_is_not_durable_and_not_lost(tmp_path: Path) -> None:
+    root, rules = tmp_path / "store", tmp_path / "rules"
+    run_ranks(_dies_while_the_agent_writes, 1, str(root), str(rules), False, group=False, dies={0})
+    # The agent lives, and is still held.
+    assert tierckpt.latest(root) == 1 and tierckpt.steps(root) == [1]
+    assert tierckpt.verify(root).ok
+    found = blank()
+    info = tierckpt.load(found, root)
+    assert (info.step, set(info.sources)) == (2, {"ram"}) and holds(found, 2)
+    assert tierckpt.load(found, root, step=1).step == 1 and holds(found, 1)
+    for rule in rules.glob("*.rule"):
+        rule.unlink()
+    until(lambda: tierckpt.latest(root) == 2)
+    report = tierckpt.verify(root, every=True)
+    assert report.ok, report.problems
+    assert tierckpt.load(found, root).step == 2 and holds(found, 2)
+
+
+def test_c10_with_the_agent_killed_too_the_older_one_is_there(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    run_ranks(_dies_while_the_agent_writes, 1, str(root), str(tmp_path / "rules"), True, group=False, dies={0})
+    assert tierckpt.latest(root) == 1
+    found = blank()
+    with Checkpointer(root, tiers=[Ram(), Disk(keep=1, grace=0)]) as ckpt:
+        info = ckpt.restore(found)
+        assert info is not None and info.step == 1 and holds(found, 1)
+        assert tierckpt.steps(root) == [1]
+        ckpt.save(2, state(2)).wait()
+    assert tierckpt.steps(root) == [2]
+    assert tierckpt.load(found, root).step == 2 and holds(found, 2)
 
 
 def _dies_while_retiring(rank: int, root: str) -> None:

@@ -6,8 +6,11 @@ Copies are held at a gate that the test opens, so that every order of events is 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,11 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.arrived = threading.Event()
+        self.threads: set[str] = set()
         copy, mine = fence.Copy._copy, threading.current_thread()
 
         def gated(self_: fence.Copy, lo: int, hi: int) -> None:
+            self.threads.add(threading.current_thread().name)
             if threading.current_thread() is not mine:
                 self.arrived.set()
                 self.open.wait()
@@ -132,6 +137,107 @@ def test_changes_that_bump_no_version_are_found(tmp_path: Path, gate: Gate, how:
     with pytest.raises(TornSnapshotError):
         handle.wait()
     ckpt.close()
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_memory_that_a_parameter_lets_go_of_while_it_is_copied_stays(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    """Weights that are swapped in for an evaluation: the old memory would be unmapped under the copy."""
+    monkeypatch.setattr(fence, "COPY_BLOCK", 1 << 20)
+    model = torch.nn.Linear(1 << 11, 1 << 11, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    for step_ in range(1, saves):
+        ckpt.save(step_, state)
+        ckpt.fence()
+        ckpt.wait()
+        gate.open.clear()
+        gate.arrived.clear()
+    handle = ckpt.save(saves, state)
+    gate.arrived.wait()
+    model.weight.data = torch.zeros(1 << 11, 1 << 11)
+    gate.open.set()
+    with pytest.raises(TornSnapshotError, match=r"model\.weight"):
+        handle.wait()
+    ckpt.close()
+
+
+def test_a_write_that_ends_after_the_copy_is_found(tmp_path: Path, gate: Gate) -> None:
+    """Torch counts a version after the kernel: while the thread that saved is inside of one, nothing is confirmed."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    kernel, handles = threading.Lock(), []
+    kernel.acquire()
+
+    def train() -> None:
+        handles.append(ckpt.save(1, {"model": model, "optimizer": optimizer}))
+        kernel.acquire()  # as in a long kernel: not one instruction further
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    gate.arrived.wait()
+    while not handles or sys._current_frames()[thread.ident or 0].f_code is not train.__code__:
+        continue
+    (copy,) = fence._active
+    gate.open.set()
+    copy._ended.wait()
+    assert not copy._confirmed.is_set()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert not copy._confirmed.is_set()
+    kernel.release()
+    thread.join()
+    copy._confirmed.wait()
+    with pytest.raises(TornSnapshotError):
+        handles[0].wait()
+    ckpt.close()
+
+
+def test_a_thread_that_has_ended_is_waited_for_no_longer(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        thread = threading.Thread(target=lambda: ckpt.save(1, {"model": model, "optimizer": optimizer}))
+        thread.start()
+        thread.join()
+        (copy,) = fence._active
+        gate.open.set()
+        assert copy._confirmed.wait(30)
+    assert tierckpt.steps(tmp_path / "s") == [1]
+
+
+class _Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interrupt_at_the_fence_loses_nothing(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lends a hand may be called away: what he had begun is done by another, and nobody waits for ever."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    before = clone(model)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        gate.arrived.wait()
+        (copy,) = fence._active
+        gather, mine, calls = copy._copy, threading.current_thread(), []
+
+        def interrupted(lo: int, hi: int) -> None:
+            if threading.current_thread() is mine and not calls:
+                calls.append(lo)
+                raise _Interrupt
+            gather(lo, hi)
+
+        copy._tasks = deque(partial(interrupted, *task.args) for task in copy._tasks)  # type: ignore[attr-defined]
+        with pytest.raises(_Interrupt):
+            optimizer.step()
+        gate.open.set()
+        handle.wait()
+        optimizer.step()
+    found = tierckpt.read(tmp_path / "s", keys=["model.*"])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
 def test_fence_waits_for_what_no_optimizer_does(tmp_path: Path, gate: Gate) -> None:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, LayoutError, PerRank, StateError
+from tierckpt import ArenaFullError, Checkpointer, LayoutError, PerRank, Pieces, StateError, StepExistsError
 from tierckpt.group import Group
+from tierckpt.snapshot.arena import Arena
 
 
 def _equal(found: Any, state: dict[str, Any]) -> bool:
@@ -181,3 +182,81 @@ def test_what_does_not_fit_together_fails_alike_on_all_ranks(tmp_path: Path) -> 
     first, second = run_ranks(_impossible, 2, str(tmp_path / "s"))
     assert first == second
     assert first[1] == [0, 2, 4]
+
+
+def _no_room(rank: int, root: str) -> list[int]:
+    """A rank that cannot stage all it holds fails that save; all ranks then plan anew, and each stages its part again."""
+    state: dict[str, Any] = {"w": torch.arange(50_000.0), "n": 0}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        state["more"] = torch.ones(300_000)
+        acquire = Arena.acquire
+
+        def refuses(arena: Arena, size: int, timeout: float) -> Any:
+            if rank == 1 and size > 1_000_000:
+                raise ArenaFullError("no room")
+            return acquire(arena, size, timeout)
+
+        Arena.acquire = refuses  # type: ignore[method-assign]
+        handle = ckpt.save(1, state)
+        with pytest.raises(ArenaFullError, match="no room"):
+            handle.wait()
+        ckpt.save(2, state).wait()
+        Arena.acquire = acquire  # type: ignore[method-assign]
+        found = tierckpt.read(root)
+        assert _equal(found, state)
+    return tierckpt.steps(root)
+
+
+def test_what_cannot_be_staged_whole_is_staged_in_parts_the_next_time(tmp_path: Path) -> None:
+    assert run_ranks(_no_room, 2, str(tmp_path / "s")) == [[0, 2], [0, 2]]
+
+
+def _overlapping(rank: int, root: str) -> tuple[str, list[int]]:
+    """What was staged does not fit together, though what the ranks hold does: the next save is planned anew."""
+    w = torch.arange(6.0)
+    state: dict[str, Any] = {"w": Pieces((6,), [((0,), w)]), "n": 0}
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state).wait()
+        if rank == 1:
+            state["w"] = Pieces((6,), [((0,), w[:4].clone()), ((4,), w[4:].clone())])
+        else:
+            state["w"] = Pieces((6,), [((0,), w[:4].clone())])
+        handle = ckpt.save(1, state)
+        handle.wait()
+        ckpt.save(2, state).wait()
+        assert torch.equal(tierckpt.read(root)["w"], w)
+    return "fine", tierckpt.steps(root)
+
+
+def test_pieces_that_move_between_ranks(tmp_path: Path) -> None:
+    assert run_ranks(_overlapping, 2, str(tmp_path / "s")) == [("fine", [0, 1, 2])] * 2
+
+
+def _refused_call(rank: int, root: str, agent: str, wrong: int) -> list[str]:
+    """A call that only one rank makes wrongly costs that save, on all ranks, and nothing of steps that exist."""
+    state: dict[str, Any] = {"w": torch.ones(3), "n": 0}
+    told = []
+    with Checkpointer(root, agent=agent, timeout=20) as ckpt:
+        for step in (0, 1):
+            ckpt.save(step, state).wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                ckpt.save(wrong if rank == 1 else 2, state).wait()
+            except (StateError, StepExistsError) as error:
+                told.append(type(error).__name__)
+        ckpt.save(3, state).wait()
+        # The same mistake on all ranks is raised on all, at once.
+        with pytest.raises((StateError, StepExistsError)):
+            ckpt.save(wrong, state)
+        ckpt.save(4, state).wait()
+    report = tierckpt.verify(root, every=True)
+    assert report.ok, report.problems
+    return [*told, str(tierckpt.steps(root))]
+
+
+@pytest.mark.parametrize("agent", ["off", "auto"])
+@pytest.mark.parametrize(("wrong", "kind"), [(-1, "StateError"), (1, "StepExistsError")])
+def test_a_call_that_one_rank_makes_wrongly(tmp_path: Path, agent: str, wrong: int, kind: str) -> None:
+    assert run_ranks(_refused_call, 2, str(tmp_path / "s"), agent, wrong) == [[kind, "[0, 1, 3, 4]"]] * 2

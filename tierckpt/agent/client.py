@@ -36,6 +36,7 @@ class Joining:
     root: str
     roots: int
     origin: tuple[int, int] | None
+    begun: Sequence[tuple[int, str]]
     slots: int
     budget: int
     idle: float
@@ -212,6 +213,7 @@ class Client:
             joined = _ask(
                 channel,
                 {
+                    "begun": [[number, digest] for number, digest in joining.begun],
                     "budget": joining.budget,
                     "client": self._client,
                     "deadline": int(joining.deadline * 1000),

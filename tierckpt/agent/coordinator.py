@@ -59,6 +59,8 @@ class Coordinator:
         self.run = run or ""
         #: Generation and step that this generation continues.
         self.origin: tuple[int, int] | None = None
+        #: This generation and some before it, with the digests of the links that began them.
+        self.begun: list[tuple[int, str]] = []
         self._given_key, self._trusted, self._expect_head = key, trusted, expect_head
         self._retention, self._grace = retention, grace
         self._store: Store | None = None
@@ -115,7 +117,9 @@ class Coordinator:
         trust.remember(store.chain, store.url, trusted=self._trusted)
         origin = store.chain.begins[self.generation].origin
         self.origin = None if origin is None else (origin.generation, origin.step)
-        return json.dumps({"run": store.run, "generation": self.generation, "origin": self.origin}).encode()
+        begun = store.chain.begun(self.generation)
+        told = {"run": store.run, "generation": self.generation, "origin": self.origin, "begun": begun}
+        return json.dumps(told).encode()
 
     def _begin_link(self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]) -> Link | None:
         """None when somebody else has just begun the chain with another key: ours has to be introduced to it first."""
@@ -123,19 +127,32 @@ class Coordinator:
             return None
         return chain.begin(store=self.store.info.digest, origin=choose(chain))
 
-    def resume(self, generation: int, *, since: int | None = None, keys: frozenset[str] = frozenset()) -> None:
+    def resume(
+        self,
+        generation: int,
+        *,
+        since: int | None = None,
+        keys: frozenset[str] = frozenset(),
+        begin: str | None = None,
+    ) -> None:
         """Go on with a generation that has begun, to commit what it has left. Where it can sign.
 
         Args:
+            begin: digest of the link that began it; None: whichever the chain has.
             since: number of links that were believed before; None: all that there are, which the caller believes.
             keys: that may sign.
 
         Raises:
-            FencedError: a newer one has begun.
+            FencedError: a newer one has begun, or the chain is another one by now.
         """
         store = self._store = Store.open(self.place)
         store.must_hold(self.run)
         store.must_be_current(generation)
+        started = store.chain.begins.get(generation)
+        if begin is not None and (started is None or started.digest != begin):
+            raise FencedError(
+                f"{store.url}: the store was removed, replaced or rolled back since generation {generation} began"
+            )
         self.run, self.generation = store.run, generation
         key = self._key = trust.signing_key(store.run, self._given_key)
         if since is None:
@@ -169,6 +186,7 @@ class Coordinator:
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
         self.origin = None if said["origin"] is None else tuple(said["origin"])
+        self.begun = [(number, digest) for number, digest in said["begun"]]
         self.roots, self._store = spread_begin(nodes, self.place, self._store)
         self._told = len(self._store.chain.links) if self._store is not None else 0
 

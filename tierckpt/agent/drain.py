@@ -41,6 +41,9 @@ class Staged(Protocol):
     def settle(self, ranks: Any, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, given what all ranks said, and a line for each replica that differs. Collective."""
 
+    def seal(self, shard: Shard) -> None:
+        """Hand it over to memory that outlives this process."""
+
     def release(self, durable: bool) -> None:
         """Nothing more is written of it; ``durable``: it is committed."""
 
@@ -56,6 +59,7 @@ class Job:
     Attributes:
         staged: this rank's part, or why it has none: the save then fails on all ranks.
         shard: what is to be written of it, once all ranks know what they have staged.
+        error: why this rank cannot have it written after all.
         due: whether the step is due on the disk.
         offered: this rank has told the others that it is about to write it.
         withheld: the ranks are just deciding whether a newer step takes its place.
@@ -68,6 +72,7 @@ class Job:
     handle: Handle
     due: bool = True
     shard: Shard | None = None
+    error: Exception | None = None
     offered: bool = False
     withheld: bool = False
     overtaken: bool = False
@@ -224,6 +229,8 @@ class Drain:
 
     def _write(self, job: Job, shard: Shard) -> bytes:
         """Make this rank's shard and then its receipt durable."""
+        if job.error is not None:
+            raise job.error
         coordinator, rank = self._coordinator, self._ranks.rank
         coordinator.room_for(shard.total, job.step, rank)
         title = Title(coordinator.run, coordinator.generation, job.step, rank, self._ranks.size)

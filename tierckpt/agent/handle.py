@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class Handle:
         self._began = time.perf_counter()
         #: Whether somebody has been told of the error.
         self._told = False
+        #: What whoever waits does first: the wait may be for what he is doing.
+        self._lend: Callable[[], object] = _nothing
         #: What must live until the save has ended.
         self._owner: object = None
         self._pid = os.getpid()
@@ -88,6 +90,7 @@ class Handle:
             TierckptError: the save has failed.
         """
         self._must_be_ours(self._staged.is_set())
+        self._lend()
         if not self._staged.wait(timeout):
             raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
         self._raise()
@@ -110,6 +113,7 @@ class Handle:
                 return None
             tier = self._due[-1]
         self._must_be_ours(self._over(tier))
+        self._lend()
         with self._change:
             if not self._change.wait_for(lambda: self._over(tier), timeout):
                 raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
@@ -122,6 +126,7 @@ class Handle:
 
     def done(self, tier: str | None = None) -> bool:
         """Whether the step is at ``tier`` (by default the deepest that is due)."""
+        self._lend()
         if tier is None:
             return not self._due or self._due[-1] in self._at
         return tier in self._at
@@ -158,7 +163,7 @@ class Handle:
         if self._ended.is_set():
             return
         self._info, self.error = info, error
-        self._owner = None
+        self._owner, self._lend = None, _nothing
         self.timings["total"] = time.perf_counter() - self._began
         self._staged.set()
         with self._change:
@@ -166,6 +171,10 @@ class Handle:
                 self._at.update(tier for tier in self._due if tier not in self._skipped)
             self._ended.set()
             self._change.notify_all()
+
+
+def _nothing() -> None:
+    """There is nothing to lend a hand with."""
 
 
 def _again(error: BaseException) -> BaseException:

@@ -74,6 +74,7 @@ class Holdings:
             StateError: another process has this place.
         """
         with self.change:
+            self._forget_other_chains(generation)
             if generation.number < self.newest:
                 raise FencedError(
                     f"generation {self.newest} of run {self.run} has begun on this node; this process, of generation "
@@ -107,6 +108,22 @@ class Holdings:
                     self._reap(older)
             self.change.notify_all()
             return known
+
+    def _forget_other_chains(self, generation: Generation) -> None:
+        """What was made for a store that has been removed, replaced or rolled back since counts no more."""
+        for other in [one for one in self.generations.values() if not one.same_chain(generation)]:
+            if other.alive:
+                raise StateError(
+                    f"run {self.run} is being saved on this node to {other.root} as generation {other.number} of another "
+                    f"chain than that of {generation.root}: name the runs differently (run=), or end the other one"
+                )
+            other.fenced = other.settled = True
+            for step in other.steps.values():
+                step.complete = False
+                for snapshot in step.snapshots.values():
+                    snapshot.due = False
+            self._reap(other, spare=False)
+            self.generations.pop(other.number, None)
 
     def leave(self, generation: Generation, rank: int, *, bye: bool) -> bool:
         """A connection of a trainer is gone; whether that was the last one of the generation on this node."""

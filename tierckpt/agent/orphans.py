@@ -89,7 +89,8 @@ def _coordinator(generation: Generation) -> Coordinator | None:
         return None
     run = next(iter(next(iter(generation.steps.values())).snapshots.values())).title.run
     coordinator = Coordinator(generation.place, run=run, key=SigningKey.from_secret(signing.key), grace=READERS_GRACE)
-    coordinator.resume(generation.number, since=signing.since, keys=frozenset(signing.keys))
+    keys = frozenset(signing.keys)
+    coordinator.resume(generation.number, since=signing.since, keys=keys, begin=generation.begin)
     return coordinator
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from tierckpt.agent.drain import Drain, Job, Ranks
 from tierckpt.agent.handle import Handle
+from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
-from tierckpt.telling import warn
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -105,7 +105,7 @@ class Sealing:
             try:
                 self._complete(job.step, True)  # else a newer one would replace it
             except TierckptError as error:
-                warn(f"step {job.step} may not get to the disk: {error}")  # its drain fails, on all ranks
+                job.error = error  # the other ranks drain it: so must this one, to where it can tell them
             self._drain.put(job)
         finally:
             wish.taken.set()
@@ -120,17 +120,23 @@ class Sealing:
                 job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
             job.handle._finish(None)
             return
-        job.settle(self._ranks, what, [said[1:] for said in told])
+        shard = job.settle(self._ranks, what, [said[1:] for said in told])
+        self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
         if self._drain.overtakes and any(said[:1] == _SHORT for said in told):
             self._make_room(job)
-        self._complete(job.step, job.due)
-        job.handle._reach("ram")
+        try:
+            self._complete(job.step, job.due)
+        except TierckptError as error:
+            # All ranks have sealed it and go on: so must this one, to where it can tell them.
+            job.error = error
+        else:
+            job.handle._reach("ram")
         if job.due:
             self._only_here = None
             self._drain.put(job)
         else:
             self._only_here = job
-            job.handle._finish(None)
+            job.handle._finish(None, job.error)
 
     def _mine(self, job: Job) -> bytes:
         if isinstance(job.staged, SkippedError):
@@ -160,6 +166,12 @@ class Sealing:
                 for other in mine:
                     other.withheld = False
                 drain.turn.notify_all()
+
+
+def _seal(job: Job, shard: Shard) -> bytes:
+    assert not isinstance(job.staged, BaseException)
+    job.staged.seal(shard)
+    return b""
 
 
 def again(job: Job) -> Handle:

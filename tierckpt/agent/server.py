@@ -339,6 +339,7 @@ class Connection:
             raise IntegrityError(f"the agent's socket: join: locals={locals_!r:.80}, root={root!r:.80}")
         generation = Generation(
             number=fields.integer("generation", low=1),
+            begun=_begun(fields),
             world=world,
             root=root,
             place=DiskPlace(root),
@@ -443,6 +444,18 @@ class Connection:
         return {"ok": True}, []
 
 
+def _begun(fields: Fields) -> dict[int, str]:
+    """Generations and the digests of the links that began them; the last is the generation itself."""
+    found: dict[int, str] = {}
+    for pair in fields.array("begun"):
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) is not int or type(pair[1]) is not str:
+            raise IntegrityError(f"the agent's socket: join: begun has {pair!r:.80}")
+        found[pair[0]] = pair[1]
+    if fields.integer("generation", low=1) not in found:
+        raise IntegrityError("the agent's socket: join: begun does not have the generation")
+    return found
+
+
 def _listing(generation: Generation, number: int, step: Step) -> JSON:
     shards: list[JSON] = []
     for rank, snapshot in sorted(step.snapshots.items()):
@@ -451,6 +464,7 @@ def _listing(generation: Generation, number: int, step: Step) -> JSON:
     first = next(iter(step.snapshots.values()))
     zero = step.snapshots.get(0)
     return {
+        "begin": generation.begin,
         "complete": step.complete,
         "generation": generation.number,
         "layout": first.layout,
@@ -481,6 +495,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
             "root",
             "roots",
             "origin",
+            "begun",
             "slots",
             "budget",
             "idle",

@@ -182,6 +182,7 @@ class Generation:
     """One start of the run as this node sees it.
 
     Attributes:
+        begun: digests of the links that began it and some before it, by number.
         locals: ranks on this node.
         roots: folders over which the shards of a checkpoint are spread.
         slots: for each rank at most so many.
@@ -193,6 +194,7 @@ class Generation:
     """
 
     number: int
+    begun: dict[int, str]
     world: int
     root: str
     place: Place
@@ -217,6 +219,16 @@ class Generation:
                 f"a newer generation of the run has begun on this node; this process, of generation {self.number}, can seal and "
                 "commit nothing any more"
             )
+
+    @property
+    def begin(self) -> str:
+        """Digest of the link that began it."""
+        return self.begun[self.number]
+
+    def same_chain(self, other: Generation) -> bool:
+        """Whether the chain of the newer of the two is that of the older one."""
+        older, newer = sorted((self, other), key=lambda generation: generation.number)
+        return newer.begun.get(older.number) == older.begin
 
     @property
     def alive(self) -> bool:

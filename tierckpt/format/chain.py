@@ -54,12 +54,16 @@ class LinkSummary(NamedTuple):
     digest: str
 
 
+_BEGUN = 64  # generations that are named to tell one chain from another
+
+
 class Started(NamedTuple):
-    """A generation: the link that began it, and the checkpoint that it continues."""
+    """A generation: the link that began it with its digest, and the checkpoint that it continues."""
 
     number: int
     origin: CheckpointRef | None
     time: str
+    digest: str
 
 
 class Retired(NamedTuple):
@@ -183,7 +187,7 @@ class Chain:
             self.store = body.store
             self._origins.append(body.origin)
             self.generation = body.generation
-            self.begins[body.generation] = Started(link.number, body.origin, link.time)
+            self.begins[body.generation] = Started(link.number, body.origin, link.time, link.digest)
         elif isinstance(body, Commit):
             checkpoint = body.checkpoint
             self._origins.clear()
@@ -229,6 +233,12 @@ class Chain:
         """The checkpoint that a restore takes first; ``None`` if there is none."""
         lineage = self.lineage()
         return lineage[0] if lineage else None
+
+    def begun(self, generation: int) -> list[tuple[int, str]]:
+        """The generations up to this one, the newest of them, with the digests of their ``begin`` links: what tells this
+        chain from another of the same run."""
+        newest = range(max(1, generation - _BEGUN + 1), generation + 1)
+        return [(number, self.begins[number].digest) for number in newest if number in self.begins]
 
     def trailing_begins(self) -> int:
         """How often in a row the run has begun from the same checkpoint, with no commit since."""

@@ -23,7 +23,7 @@ class Choice:
         head: digest of the newest link.
         refs: checkpoints to try, best first.
         skipped: why others were left out.
-        generation: the newest of the chain.
+        generation, begin: the newest of the chain, and the digest of the link that began it.
         last: the highest step that this generation ever committed; −1: none.
         problem: why there is nothing to try, if so.
         source: a rank whose root has this chain, and so the documents of these checkpoints.
@@ -34,19 +34,21 @@ class Choice:
     refs: Sequence[CheckpointRef]
     skipped: Sequence[str]
     generation: int
+    begin: str = ""
     last: int = -1
     problem: str = ""
     source: int = 0
 
     def encode(self) -> bytes:
         refs = [[ref.generation, ref.step, ref.id] for ref in self.refs]
-        told = [self.run, self.head, refs, list(self.skipped), self.generation, self.last, self.problem]
+        told = [self.run, self.head, refs, list(self.skipped), self.generation, self.begin, self.last, self.problem]
         return json.dumps(told).encode()
 
     @classmethod
     def decode(cls, data: bytes, source: int) -> Choice:
-        run, head, refs, skipped, generation, last, problem = json.loads(data)
-        return cls(run, head, [CheckpointRef(*ref) for ref in refs], skipped, generation, last, problem, source)
+        run, head, refs, skipped, generation, begin, last, problem = json.loads(data)
+        chosen = [CheckpointRef(*ref) for ref in refs]
+        return cls(run, head, chosen, skipped, generation, begin, last, problem, source)
 
 
 def choose(
@@ -103,8 +105,9 @@ def choose(
             for rank, digest in head.others
             if digest not in {link.digest for link in store.chain.links}
         ]
-        told = Choice(store.run, chain.head.digest, refs, [*left_out, *diverged], chain.generation, last, problem)
-        return told.encode()
+        skipped = [*left_out, *diverged]
+        begin = chain.begins[chain.generation].digest
+        return Choice(store.run, chain.head.digest, refs, skipped, chain.generation, begin, last, problem).encode()
 
     told = group.vote(what, part)[head.rank]
     return None if told == b"null" else Choice.decode(told, head.rank)

@@ -34,6 +34,7 @@ class Held:
         source: the lowest rank whose node has any of it, and so the layout.
         ranks: those whose shards are on this rank's node; on its leader's word.
         pinned: as passed to ``save``.
+        begin: digest of the link that began its generation.
     """
 
     ref: CheckpointRef
@@ -41,6 +42,7 @@ class Held:
     source: int
     ranks: Sequence[int]
     pinned: bool
+    begin: str
 
 
 @dataclass
@@ -137,14 +139,17 @@ class Candidate:
 def all_candidates(choice: Choice, found: Memories, place: Place, step: int | None) -> list[Candidate]:
     """What to try, best first. The chain says what is in the lineage; what is in memory is read from there first.
 
-    A snapshot that was not committed belongs to the generation that made it: it counts while that is the newest, and
-    only beyond what it has committed.
+    A snapshot that was not committed belongs to the generation that made it: it counts while that is the newest of the
+    same chain, and only beyond what it has committed.
     """
     disk = Store.bare(place, choice.run)
     uncommitted = [
         ref
-        for ref in found.held
-        if ref.generation == choice.generation and ref.step > choice.last and step in (None, ref.step)
+        for ref, held in found.held.items()
+        if ref.generation == choice.generation
+        and held.begin == choice.begin
+        and ref.step > choice.last
+        and step in (None, ref.step)
     ]
     newer = [ref for ref in uncommitted if all(ref.step >= other.step for other in choice.refs)]
     refs = [*sorted(newer, key=lambda ref: ref.step, reverse=True), *choice.refs]
@@ -184,7 +189,7 @@ def _combine(group: Group, run: str, told: Sequence[bytes], found: Memories) -> 
         shards: dict[int, tuple[int, str]] = {}
         for _, part in nodes:
             shards.update((rank, (size, digest)) for rank, size, digest in part["shards"])
-        same = all((part["world"], part["layout"]) == (first["world"], first["layout"]) for _, part in nodes)
+        same = len({(part["world"], part["layout"], part["begin"]) for _, part in nodes}) == 1
         if not same or set(shards) != set(range(first["world"])) or not shards[0][0]:
             continue  # some rank had not sealed it, or its node is gone
         metadata = next((part["metadata"] for _, part in nodes if part["metadata"] is not None), None)
@@ -200,7 +205,9 @@ def _combine(group: Group, run: str, told: Sequence[bytes], found: Memories) -> 
         mine = [part for leader, part in nodes if leader == group.node_of[group.rank]]
         ranks = [rank for part in mine for rank, size, _ in part["shards"] if size]
         ref = CheckpointRef(generation, step, manifest.id)
-        found.held[ref] = Held(ref, manifest, nodes[0][0], ranks, any(part["pinned"] for _, part in nodes))
+        found.held[ref] = Held(
+            ref, manifest, nodes[0][0], ranks, any(part["pinned"] for _, part in nodes), first["begin"]
+        )
 
 
 def _size(manifest: Manifest, rank: int) -> int:

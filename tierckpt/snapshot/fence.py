@@ -2,7 +2,7 @@
 
 Only an optimizer's step changes its parameters and its state, so these may be copied after ``save()`` has returned, until
 that step begins: a global hook of torch, which runs before every step of every optimizer, waits for what is still being
-copied and lends a hand. At the end of a copy everything that tells of a change is compared with what it was at its begin: a
+copied and lends a hand. After a copy everything that tells of a change is compared with what it was at its begin: a
 snapshot that may be torn is discarded.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierckpt import _native
-from tierckpt.config import COPY_BLOCK
+from tierckpt.config import CONFIRM_SECONDS, COPY_BLOCK
 from tierckpt.errors import TornSnapshotError
 from tierckpt.state.naming import readable
 from tierckpt.telling import warn
@@ -68,13 +70,17 @@ class Versions:
 class Copy:
     """A part of a shard on its way from live memory into a slot.
 
+    It has *ended* when everything was copied, and is *confirmed* when it was found that nothing changed meanwhile. Torch
+    counts a version after the kernel that writes has ended, so the counters are looked at only once the thread that saved
+    cannot be inside of such a kernel any more: when it comes here, or has gone on to another instruction of its program.
+
     Args:
         table, pointers: what to copy; the rest of the slot is left alone.
         into: the slot's bytes.
-        watch: looked at when everything was copied.
+        watch: tells what changed.
         also: what else has to be done before the state changes.
         keep: must live until then.
-        done: called once at the end, from any thread.
+        done: called once when it is confirmed, or found to be torn, from any thread.
     """
 
     def __init__(
@@ -92,13 +98,18 @@ class Copy:
         lo, hi = table.span
         tasks: list[Callable[[], None]] = list(also)
         tasks += [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
-        self._tasks = iter(tasks)
-        self._lock = threading.Lock()
+        self._tasks = deque(tasks)
         self._left = len(tasks)
-        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._looked = False
+        self._ended, self._confirmed = threading.Event(), threading.Event()
+        self._saver = threading.get_ident()
+        self._where: tuple[object, int] | None = None
         self._pid = os.getpid()
         self._error: Exception | None = None
-        #: Seconds for which training stood at the fence because of it.
+        # When training came to the fence.
+        self._met: float | None = None
+        #: Seconds for which training stood there because of it; known once it is confirmed.
         self.waited = 0.0
 
     def start(self) -> None:
@@ -106,9 +117,8 @@ class Copy:
         with _lock:
             _active.append(self)
         if self._left == 0:
-            self._finish()
-        else:
-            _copiers().put(self)
+            self._ended.set()
+        _copiers().put(self)
 
     def _copy(self, lo: int, hi: int) -> None:
         self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
@@ -116,21 +126,40 @@ class Copy:
     def work(self) -> None:
         """Do tasks until none is left to begin with."""
         while True:
-            with self._lock:
-                task = next(self._tasks, None)
-            if task is None:
-                return
+            task, over = None, False
             try:
-                task()
-            except Exception as error:
-                self._error = error
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            if last:
-                self._finish()
+                with self._lock:
+                    task = self._tasks.popleft() if self._tasks else None
+                if task is None:
+                    return
+                try:
+                    task()
+                except Exception as error:
+                    self._error = error
+                over = True
+            finally:
+                if over:
+                    self._count()
+                elif task is not None:
+                    # An interrupt of this thread, which only lent a hand: another one does it.
+                    with self._lock:
+                        self._tasks.append(task)
+                    _copiers().put(self)
 
-    def _finish(self) -> None:
+    def _count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._where = _whereabouts(self._saver)
+            self._ended.set()
+
+    def _look(self) -> None:
+        """Find out whether it is torn, once."""
+        with self._lock:
+            if self._looked:
+                return
+            self._looked = True
         try:
             changed = self._watch.changes()
             if changed and self._error is None:
@@ -142,31 +171,53 @@ class Copy:
         except Exception as error:
             self._error = error
         finally:
-            self._keep = ()
+            self._keep, self._where = (), None
             with _lock:
                 if self in _active:
                     _active.remove(self)
-            self._ended.set()
+            # Before anybody learns of the end: the drain passes it on at once.
+            if self._met is not None:
+                self.waited = time.perf_counter() - self._met
+            self._confirmed.set()
             self._done()
 
+    def confirm(self) -> None:
+        """Wait until it has ended and the thread that saved has gone on, then look whether it is torn."""
+        self._ended.wait()
+        while not self._confirmed.is_set():
+            where = self._where
+            if where is None or _whereabouts(self._saver) != where:
+                self._look()
+            # Nothing tells when a thread goes on.
+            self._confirmed.wait(CONFIRM_SECONDS)
+
     def wait(self) -> None:
-        """Until everything was copied, with this thread's help.
+        """For threads that change nothing: until it is confirmed. They lend no hand, which would take a core from training.
 
         Raises:
             TornSnapshotError: the state changed meanwhile.
         """
-        self.help()
+        self._confirmed.wait()
         if self._error is not None:
             raise self._error
 
     def help(self) -> None:
-        """The same, without raising."""
-        if self._ended.is_set() or self._pid != os.getpid():
+        """For threads that are about to change the state, or to wait for it: until it has ended, with a hand, and is
+        confirmed. Never raises."""
+        if self._confirmed.is_set() or self._pid != os.getpid():
             return  # a forked child has a copy of everything as it is
-        began = time.perf_counter()
+        if self._met is None:
+            self._met = time.perf_counter()
         self.work()
         self._ended.wait()
-        self.waited += time.perf_counter() - began
+        self._look()
+        self._confirmed.wait()
+
+
+def _whereabouts(thread: int) -> tuple[object, int] | None:
+    """The instruction that a thread is at; None if it has ended."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (frame, frame.f_lasti)
 
 
 _lock = threading.Lock()
@@ -218,4 +269,7 @@ def _copiers() -> queue.SimpleQueue[Copy]:
 
 def _work(tasks: queue.SimpleQueue[Copy]) -> None:
     while True:
-        tasks.get().work()
+        copy = tasks.get()
+        copy.work()
+        copy.confirm()
+        del copy

@@ -50,6 +50,7 @@ class RamTier:
             root=coordinator.place.url,
             roots=len(coordinator.roots.leaders),
             origin=coordinator.origin,
+            begun=coordinator.begun,
             slots=policy.slots,
             budget=policy.budget_bytes,
             idle=policy.idle,

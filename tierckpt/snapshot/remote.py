@@ -56,6 +56,12 @@ class RemoteArena:
         #: Which agent holds each sealed step.
         self._sealed: dict[int, int] = {}
 
+    def prepare(self, size: int) -> None:
+        """Begin to make and map a slot of ``size`` bytes, for the next :meth:`acquire`."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = _Ahead(lambda: self._acquire(size, 0.0))
+
     def acquire(self, size: int, wait: float) -> RemoteSlot:
         """A slot of at least ``size`` bytes; waits at most ``wait`` seconds until one is free.
 
@@ -137,8 +143,8 @@ class RemoteArena:
             if slot is None:
                 return
             slot._arena = None
-            if self._ahead is None and len(self._mapped) < self._slots:
-                self._ahead = _Ahead(lambda: self._acquire(shard.size, 0.0))
+            if len(self._mapped) < self._slots:
+                self.prepare(shard.size)
 
     def complete(self, step: int, due: bool) -> None:
         """All ranks have sealed ``step``; ``due``: it is to be written to the disk."""

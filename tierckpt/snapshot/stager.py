@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import TypeAlias
 
 from tierckpt import _native
 from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot import fence
-from tierckpt.snapshot.arena import Slot
-from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.state.plan import Split
+
+Memory: TypeAlias = "_native.Buffer | mmap.mmap"
+"""That of a slot, page-aligned."""
 
 
 class LiveSource:
@@ -37,42 +40,44 @@ class LiveSource:
         self._table.gather(self._pointers, lo, hi, data)
         return data
 
-    def stage(self, slot: Slot | RemoteSlot) -> SlotSource:
-        """Copy everything into ``slot``; from then on the live memory may change."""
-        self._table.gather(self._pointers, 0, self.size, memoryview(slot.buffer)[: self.size], COPY_THREADS)
-        return SlotSource(slot, self.size)
+    def stage(self, memory: Memory) -> SlotSource:
+        """Copy everything into ``memory``; from then on the live memory may change."""
+        self._table.gather(self._pointers, 0, self.size, memoryview(memory)[: self.size], COPY_THREADS)
+        return SlotSource(memory, self.size)
 
     def stage_behind_fence(
         self,
-        slot: Slot | RemoteSlot,
+        memory: Memory,
         split: Split,
         watch: fence.Watch,
         also: Sequence[Callable[[], None]],
+        keep: Sequence[object],
         done: Callable[[], None],
     ) -> SlotSource:
-        """Copy the first part of ``split`` into ``slot``, and begin to copy the second, which only optimizers change.
+        """Copy the first part of ``split`` into ``memory``, and begin to copy the second, which only optimizers change.
 
         Args:
             watch: tells whether they did so meanwhile.
             also: what else must be done before they change.
+            keep: the memory of the second part.
             done: called once when all is there, from any thread.
         """
-        into = memoryview(slot.buffer)[: self.size]
+        into = memoryview(memory)[: self.size]
         fence.install()
         now = array("Q", compress(self._pointers, split.now_rows))
         later = array("Q", compress(self._pointers, split.later_rows))
         split.now.gather(now, 0, self.size, into, COPY_THREADS)
-        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, slot], done)
+        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, memory, keep], done)
         copy.start()
-        return SlotSource(slot, self.size, copy)
+        return SlotSource(memory, self.size, copy)
 
 
 class SlotSource:
     """A staged shard, or one that is being staged by ``copy``."""
 
-    def __init__(self, slot: Slot | RemoteSlot, size: int, copy: fence.Copy | None = None) -> None:
+    def __init__(self, memory: Memory, size: int, copy: fence.Copy | None = None) -> None:
         self.size = size
-        self._data = memoryview(slot.buffer)
+        self._data = memoryview(memory)
         self._copy = copy
 
     def ready(self) -> None:

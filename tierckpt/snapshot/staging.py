@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 
+from tierckpt import _native
 from tierckpt.agent.drain import disagreement, header_digest
 from tierckpt.agent.writing import Shard
-from tierckpt.errors import StateError
+from tierckpt.errors import LayoutError, StateError
 from tierckpt.format.canonical import JSON
 from tierckpt.format.layout import Layout
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
 from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.snapshot.stager import LiveSource, SlotSource
-from tierckpt.state.layout import local
+from tierckpt.state.layout import PLAIN, local
 from tierckpt.state.plan import Split, WritePlan
 from tierckpt.state.planner import Planned, Planner, Prepared, Taken
 from tierckpt.state.settle import Offer, Recut, encode_values, offer, settle, settled
@@ -67,6 +68,7 @@ class Staging:
     ) -> None:
         self._planner, self._memory, self._metadata, self._refuse = planner, memory, metadata, refuse
         self._sealed = False
+        self._failure: Exception | None = None
         self._layout, self._replicas, self._sample = planned.layout, planned.replicas, planned.sample
         self._plan, self._total = prepared.plan, prepared.total
         taken = planned.taken
@@ -98,12 +100,19 @@ class Staging:
                 if sample is not None:
                     sample.take(lambda name: name not in taken.optimizer_storages)
                 also = [] if sample is None else [sample.take]
-                self._source = source.stage_behind_fence(slot, split, _watch(split, taken), also, done)
+                # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
+                keep = [tensor.untyped_storage() for tensor in _late(split, taken)]
+                self._source = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
                 return
-            self._source = source.stage(slot)
+            self._source = source.stage(slot.buffer)
         if sample is not None:
             sample.take()
         done()
+
+    def fail(self, error: Exception) -> None:
+        """This rank could not stage its part. The others hear of it where the drains meet, and of what its state looks like."""
+        self.release(False)
+        self._failure = error
 
     @property
     def waited(self) -> float:
@@ -116,19 +125,23 @@ class Staging:
         Raises:
             TornSnapshotError: the state changed while it was copied.
         """
+        mine = offer(self._description, self._layout)
+        if self._failure is not None:
+            return json.dumps([mine.layout, mine.description, None, True]).encode()
         if self._source is not None:
             self._source.ready()
-        if self._layout is not None:
-            # What was staged for a layout of this rank's own is of use only once all know of it.
-            self._seal(self._shard(self._plan, self._source))
-        mine = offer(self._description, self._layout)
         summary = None if self._sample is None else self._sample.summary()
-        return json.dumps([mine.layout, mine.description, summary]).encode()
+        return json.dumps([mine.layout, mine.description, summary, False]).encode()
 
-    def _seal(self, shard: Shard) -> None:
-        if self._memory is not None and self._memory.seals:
-            self._memory.seal(self._slot, shard)
-            self._sealed = True
+    def seal(self, shard: Shard) -> None:
+        """Hand over what :meth:`settle` returned to memory that outlives this process.
+
+        Raises:
+            AgentLostError: it is gone; the next save goes on with a new agent.
+        """
+        assert self._memory is not None
+        self._memory.seal(self._slot, shard)
+        self._sealed = True
 
     def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, and a line for each replica that differs between ranks. Collective.
@@ -141,39 +154,59 @@ class Staging:
             StateError: replicas differ, and that is refused.
         """
         said = [json.loads(each) for each in told]
-        offers = [Offer(layout, description) for layout, description, _ in said]
+        offers = [Offer(layout, description) for layout, description, *_ in said]
+        failed = any(failed for *_, failed in said)
         if not settled(offers):
-            return self._recut(ranks, what, offers), []
+            found = settle(ranks, what, offers, self._description, self._planner.known)
+            # Whatever becomes of this save, the next one follows what all ranks hold now.
+            self._planner.adopt(self._description, found)
+            if isinstance(found.layout, LayoutError):
+                raise found.layout
+            if not failed:
+                return self._recut(ranks, what, found.layout), []
+        if failed:
+            ranks.vote(what, self._must_have_staged)
         lines: list[str] = []
         if self._replicas is not None:
-            summaries = [summary for *_, summary in said]
+            summaries = [summary for _, _, summary, _ in said]
             lines = self._replicas.compare(ranks, what, self._sample, summaries)
         if lines and self._refuse:
             raise StateError(disagreement(lines))
         return self._shard(self._plan, self._source), lines
 
-    def _recut(self, ranks: Group, what: str, offers: Sequence[Offer]) -> Shard:
-        found = settle(ranks, what, offers, self._description, self._planner.known)
-        self._planner.adopt(self._description, found)
+    def _must_have_staged(self) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        return b""
+
+    def _recut(self, ranks: Group, what: str, layout: Layout) -> Shard:
         made: list[Shard] = []
 
         def part() -> bytes:
-            plan, source = self._cut(found.layout, ranks.rank)
-            memory = self._memory
-            made.append(self._shard(plan, source))
-            if memory is not None and memory.seals:
+            plan, cut = self._cut(layout, ranks.rank)
+            source: LiveSource | SlotSource | None = cut
+            if cut is not None and self._memory is not None and self._memory.seals:
                 # Whoever holds sealed shards holds them as they are to be written.
-                before, self._slot = self._slot, None if source is None else memory.acquire(source.size)
-                self._source = None if source is None or self._slot is None else source.stage(self._slot)
-                if self._sealed:
-                    memory.drop()
-                elif before is not None:
-                    before.release()
-                self._seal(made[0])
+                self._source = source = self._put_back(cut)
+            made.append(self._shard(plan, source))
             return b""
 
         ranks.vote(what, part)
         return made[0]
+
+    def _put_back(self, source: LiveSource) -> SlotSource:
+        """A shard that was cut out of the slot, in that slot again. Ranks may be ahead and have filled all others."""
+        assert self._memory is not None
+        between = _native.Buffer(source.size)
+        whole = source.stage(between)
+        if self._slot is None or len(self._slot.buffer) < source.size:
+            larger = self._memory.acquire(source.size)
+            if self._slot is not None:
+                self._slot.release()
+            self._slot = larger
+        into = memoryview(self._slot.buffer)[: source.size]
+        _native.stream_copy(into, whole.chunk(0, source.size, between))
+        return SlotSource(self._slot.buffer, source.size)
 
     def _cut(self, layout: Layout, rank: int) -> tuple[WritePlan, LiveSource | None]:
         """This rank's shard of another layout than the one it staged for."""
@@ -228,6 +261,16 @@ class Staging:
 
 #: So many step counts are compared; those of one group are equal.
 _STEPS = 16
+
+
+def _late(split: Split, taken: Taken) -> Iterable[torch.Tensor]:
+    """The local tensors that are copied late, and perhaps others."""
+    found = [taken.tensors[name] for name in split.names] if taken.found is None else taken.found.tensors
+    for value in found:
+        if type(value) in PLAIN:
+            yield cast(torch.Tensor, value)
+        else:
+            yield from local(value)
 
 
 def _watch(split: Split, taken: Taken) -> fence.Watch:

@@ -117,9 +117,9 @@ class Planner:
         self._fits: Recall | None = None
         self._places: Places | None = None
 
-    def prepare(self, state: Any) -> None:
-        """Plan ahead. Collective."""
-        self.prepared(self._together(state, "planning", lambda: b""))
+    def prepare(self, state: Any) -> int:
+        """Plan ahead; bytes of this rank's shard. Collective."""
+        return self.prepared(self._together(state, "planning", lambda: b"")).plan.size
 
     def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
         """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote.

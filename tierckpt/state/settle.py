@@ -61,9 +61,10 @@ def settled(offers: Sequence[Offer]) -> bool:
 
 @dataclass(frozen=True)
 class Settlement:
-    """``layout``: of this checkpoint. ``following``: for later saves. ``said``: what groups of ranks hold now."""
+    """``layout``: of this checkpoint, or why there is none. ``following``: for later saves. ``said``: what groups of ranks
+    hold now."""
 
-    layout: Layout
+    layout: Layout | LayoutError
     following: Layout
     said: list[tuple[Description, list[int]]]
 
@@ -78,7 +79,7 @@ def settle(
         known: layouts that the ranks have agreed on, by their hashes.
 
     Raises, on all ranks:
-        LayoutError: the pieces that were staged do not cover every tensor once.
+        LayoutError: what the ranks hold now does not cover every tensor once.
     """
     world = len(offers)
     members: dict[str, list[int]] = {}
@@ -90,13 +91,17 @@ def settle(
 
     def part() -> bytes:
         said = read_all([told[ranks[0]] for ranks in members.values()], list(members.values()), world)
-        layout = following = compose_read(said, world)
+        following = compose_read(said, world)
+        layout: Layout | LayoutError = following
         if any(each.layout is not None for each in offers):
             of = {rank: description for description, ranks in said for rank in ranks}
             staged = [(_offered(rank, of[rank], each, known), [rank]) for rank, each in enumerate(offers)]
-            layout = compose_read(staged, world)
+            try:
+                layout = compose_read(staged, world)
+            except LayoutError as error:
+                layout = error
         found.append(Settlement(layout, following, said))
-        return (layout.hash + following.hash).encode()
+        return (str(layout) if isinstance(layout, LayoutError) else layout.hash + following.hash).encode()
 
     if len(set(group.vote(what, part))) != 1:
         raise LayoutError(
