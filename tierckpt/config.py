@@ -213,6 +213,8 @@ class Ram:
             ``"wait"`` makes ``save`` wait, ``"skip"`` skips the step.
         idle: seconds without a trainer after which the agent gives up what it holds and ends.
         drain_deadline: seconds for which an agent whose trainers are gone waits for other nodes.
+        metrics: port of this machine on which the agent serves figures for Prometheus (default: ``TIERCKPT_METRICS``, else
+            none); needs ``tierckpt[metrics]``.
     """
 
     every: int | str = 1
@@ -222,6 +224,7 @@ class Ram:
     on_full: str = "overtake"
     idle: float = AGENT_IDLE
     drain_deadline: float = DRAIN_DEADLINE
+    metrics: int | None = None
     cadence: Cadence = field(init=False, repr=False, compare=False)
 
     name = "ram"
@@ -238,12 +241,28 @@ class Ram:
             raise StateError(f"Ram(budget={self.budget!r}): it takes bytes, or a fraction of the machine's memory")
         if not self.idle >= 0 or not self.drain_deadline > 0:
             raise StateError(f"Ram(idle={self.idle!r}, drain_deadline={self.drain_deadline!r}): both are seconds")
+        if self.metrics is not None and not _is_port(self.metrics):
+            raise StateError(f"Ram(metrics={self.metrics!r}): it takes a port from 1 to 65535")
+
+    @property
+    def metrics_port(self) -> int:
+        """The port for figures, 0 for none."""
+        text = os.environ.get("TIERCKPT_METRICS")
+        if self.metrics is not None or not text:
+            return self.metrics or 0
+        if not text.isdecimal() or not _is_port(int(text)):
+            raise StateError(f"TIERCKPT_METRICS={text!r}: it takes a port from 1 to 65535")
+        return int(text)
 
     @property
     def budget_bytes(self) -> int:
         """The budget in bytes on this machine."""
         given = AGENT_BUDGET if self.budget is None else self.budget
         return int(given * memory()) if isinstance(given, float) and given <= 1 else int(given)
+
+
+def _is_port(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= 65535
 
 
 Tier = Ram | Disk

@@ -625,10 +625,7 @@ def test_a_store_that_was_taken_away_does_not_get_its_former_life_back(tmp_path:
 def test_a_runtime_folder_that_cannot_be_used_costs_the_agent_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").touch()
-    for folder in ("/proc/nowhere", str(tmp_path / "file")):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        root = tmp_path / folder.strip("/").replace("/", "-")
-        with pytest.warns(RuntimeWarning, match="do not outlive this process"), Checkpointer(root) as ckpt:
-            ckpt.save(1, state(1)).wait()
-        assert tierckpt.steps(root) == [1]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc")  # there, and nothing can be made in it
+    with pytest.warns(RuntimeWarning, match="do not outlive this process"), Checkpointer(tmp_path / "s") as ckpt:
+        ckpt.save(1, state(1)).wait()
+    assert tierckpt.steps(tmp_path / "s") == [1]

@@ -41,6 +41,7 @@ class Joining:
     budget: int
     idle: float
     deadline: float
+    metrics: int = 0
     signing: tuple[str, int, list[str]] | None = None
 
 
@@ -60,6 +61,8 @@ class Client:
         #: The agent that this process knows, and how often it was another one.
         self.agent = ""
         self.epoch = 0
+        #: The port on which it serves figures, 0: none.
+        self.metrics = 0
         self._idle: list[Channel] = []
         self._busy: set[Channel] = set()
         self._lock = threading.Lock()
@@ -207,7 +210,7 @@ class Client:
         joining = self._joining
         if joining is not None:
             origin = joining.origin
-            _ask(
+            joined = _ask(
                 channel,
                 {
                     "begun": [[number, digest] for number, digest in joining.begun],
@@ -217,6 +220,7 @@ class Client:
                     "generation": joining.generation,
                     "idle": int(joining.idle * 1000),
                     "locals": list(joining.locals),
+                    "metrics": joining.metrics,
                     "op": "join",
                     "rank": joining.rank,
                     "root": joining.root,
@@ -226,6 +230,8 @@ class Client:
                     "world": joining.world,
                 },
             )
+            served = joined.get("metrics")
+            self.metrics = served if type(served) is int else 0
             if joining.signing is not None:
                 key, since, keys = joining.signing
                 _ask(channel, {"key": key, "keys": list(keys), "op": "coordinate", "since": since})

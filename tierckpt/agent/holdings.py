@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tierckpt.agent.slots import Memory, Slot, capacity
 from tierckpt.agent.snapshots import Generation, Member, Snapshot, Step
@@ -18,6 +19,25 @@ from tierckpt.format.canonical import JSON
 _LOOK = 0.25
 
 
+@dataclass
+class Drained:
+    """What an agent has made durable since it began."""
+
+    bytes: int = 0
+    shards: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def status(self) -> dict[str, JSON]:
+        """For ``tierckpt status``."""
+        return {
+            "bytes": self.bytes,
+            "failures": self.failures,
+            "milliseconds": int(self.seconds * 1000),
+            "shards": self.shards,
+        }
+
+
 class Holdings:
     """Everything that one agent holds. Every method may be called from any thread."""
 
@@ -26,6 +46,8 @@ class Holdings:
         self.memory = Memory()
         self.generations: dict[int, Generation] = {}
         self.errors: deque[str] = deque(maxlen=16)
+        self.errors_total = 0
+        self.drained = Drained()
         self.change = threading.Condition()
         #: When a trainer was last there.
         self.seen = time.monotonic()
@@ -213,7 +235,11 @@ class Holdings:
             snapshot = make(own)
             if own is not None:
                 own.sealed = True
-            generation.steps.setdefault(number, Step()).snapshots[rank] = snapshot
+            held = generation.steps.setdefault(number, Step())
+            held.snapshots[rank] = snapshot
+            held.sealed_at = time.monotonic()
+            if generation.durable_at is None:
+                generation.durable_at = held.sealed_at
             self.change.notify_all()
         self._to_digest.put((generation, snapshot))
 
@@ -231,7 +257,7 @@ class Holdings:
         with self.change:
             step = generation.steps.get(number)
             if durable:
-                generation.durable = max(generation.durable, number)
+                generation.now_durable(number)
                 self._forget_older(generation)
             if step is not None and rank in step.snapshots:
                 step.snapshots[rank].due = False
@@ -401,8 +427,25 @@ class Holdings:
                 self.note(f"digests of step {snapshot.title.step}: {error}")
             del task, snapshot
 
+    def write(self, snapshot: Snapshot) -> bytes:
+        """Make a snapshot that is held durable (see :meth:`Snapshot.write`), and count it."""
+        before, began = snapshot.writes, time.monotonic()
+        try:
+            entry = snapshot.write(snapshot.generation.place)
+        except BaseException:
+            with self.change:
+                self.drained.failures += 1
+            raise
+        if snapshot.writes > before:
+            with self.change:
+                self.drained.shards += 1
+                self.drained.bytes += snapshot.size
+                self.drained.seconds += time.monotonic() - began
+        return entry
+
     def note(self, text: str) -> None:
         """Remember an error for ``tierckpt status``."""
+        self.errors_total += 1
         self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {text}"[:2000])
 
     @property
@@ -428,19 +471,33 @@ class Holdings:
         with self.change:
             return {
                 "budget": self.memory.budget,
+                "drained": self.drained.status(),
                 "errors": list(self.errors),
+                "errors_total": self.errors_total,
                 "generations": [_status(generation) for generation in self.generations.values()],
                 "held": self.memory.held,
                 "run": self.run,
             }
 
 
+def _lag(generation: Generation, complete: int | None) -> dict[str, JSON]:
+    """What the disk lacks: steps, and the time between the seals of the newest complete and the newest durable one."""
+    if complete is None or generation.durable_at is None or complete <= generation.durable:
+        return {"milliseconds": 0, "steps": 0 if generation.durable >= 0 else None}
+    seconds = max(0.0, generation.steps[complete].sealed_at - generation.durable_at)
+    steps = complete - generation.durable if generation.durable >= 0 else None
+    return {"milliseconds": int(seconds * 1000), "steps": steps}
+
+
 def _status(generation: Generation) -> dict[str, JSON]:
     sealed = [number for number, step in generation.steps.items() if generation.whole(step)]
+    complete = generation.newest_complete()
     return {
+        "complete": complete,
         "durable": generation.durable if generation.durable >= 0 else None,
         "fenced": generation.fenced,
         "generation": generation.number,
+        "lag": _lag(generation, complete),
         "ranks": {
             str(rank): "alive" if member.connections else "left" if member.left else "dead"
             for rank, member in sorted(generation.members.items())

@@ -28,12 +28,12 @@ def settle(holdings: Holdings, generation: Generation, deadline: float) -> None:
     try:
         for number, step in _to_write(holdings, generation):
             try:
-                if _settle(generation, number, step, deadline):
+                if _settle(holdings, generation, number, step, deadline):
                     with holdings.change:
                         live = generation.steps.get(number)
                         if live is not None:
                             live.durable = True
-                        generation.durable = max(generation.durable, number)
+                        generation.now_durable(number)
                     break
             finally:
                 for snapshot in step.snapshots.values():
@@ -64,13 +64,13 @@ def _to_write(holdings: Holdings, generation: Generation) -> list[tuple[int, Ste
         return found
 
 
-def _settle(generation: Generation, number: int, step: Step, deadline: float) -> bool:
+def _settle(holdings: Holdings, generation: Generation, number: int, step: Step, deadline: float) -> bool:
     """Write the shards here, and commit if that is for us; whether the step is committed now."""
     coordinator = _coordinator(generation)
     if coordinator is not None and (generation.number, number) in coordinator.store.chain.committed:
         return True
     for _, snapshot in sorted(step.snapshots.items()):
-        snapshot.write(generation.place)
+        holdings.write(snapshot)
     if coordinator is None:
         return False  # rank 0's node commits, or the next start of the run
     receipts = _receipts(coordinator, generation, number, step, deadline)

@@ -14,7 +14,6 @@ from tierckpt.agent.drain import Drain, Job, Ranks
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
-from tierckpt.telling import warn
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -106,7 +105,7 @@ class Sealing:
             try:
                 self._complete(job.step, True)  # else a newer one would replace it
             except TierckptError as error:
-                warn(f"step {job.step} may not get to the disk: {error}")  # its drain fails, on all ranks
+                job.error = error  # the other ranks drain it: so must this one, to where it can tell them
             self._drain.put(job)
         finally:
             wish.taken.set()

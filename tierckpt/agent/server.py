@@ -53,6 +53,9 @@ class Server:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._connections: set[Connection] = set()
         self._settling: set[int] = set()
+        #: The port on which figures are served, and the one that could not be had.
+        self.metrics = self._refused = 0
+        self._asked = threading.Lock()
         self._stop = False
 
     def serve(self) -> None:
@@ -157,15 +160,33 @@ class Server:
             **self.holdings.status(),
             "agent": self.id,
             "node": self.node,
+            "metrics": self.metrics or None,
             "pid": os.getpid(),
             "seconds": int(time.time() - self.began),
             "service": self.stays,
             "version": VERSION,
         }
 
-    def configure(self, idle: int, deadline: int) -> None:
-        """What the newest trainer asks for, in milliseconds."""
+    def configure(self, idle: int, deadline: int, metrics: int) -> None:
+        """What the newest trainer asks for, times in milliseconds. Metrics are served on the port that was asked for first."""
         self._idle, self._deadline = idle / 1000, deadline / 1000
+        with self._asked:
+            if metrics and not self.metrics and metrics != self._refused:
+                try:
+                    self.serve_metrics(metrics)
+                except TierckptError as error:  # training goes on without
+                    self._refused = metrics
+                    self.holdings.note(str(error))
+
+    def serve_metrics(self, port: int) -> None:
+        """Serve figures for Prometheus on ``port`` of this machine (0: any).
+
+        Raises:
+            TierckptError: it is taken, or what it takes is not installed.
+        """
+        from tierckpt.agent import metrics
+
+        self.metrics = metrics.serve(port, self.status)
 
 
 @dataclass(eq=False)
@@ -297,9 +318,7 @@ class Connection:
             for _, snapshot in snapshots:
                 snapshot.holds += 1
         try:
-            entries: list[JSON] = [
-                [rank, snapshot.write(snapshot.generation.place).decode()] for rank, snapshot in snapshots
-            ]
+            entries: list[JSON] = [[rank, holdings.write(snapshot).decode()] for rank, snapshot in snapshots]
         finally:
             for _, snapshot in snapshots:
                 holdings.let_go(snapshot)
@@ -334,9 +353,9 @@ class Connection:
             origin = began.integer("generation", low=1), began.integer("step")
         rank = fields.integer("rank", high=world - 1)
         client, budget = fields.string("client"), fields.integer("budget")
-        self.server.configure(fields.integer("idle"), fields.integer("deadline"))
+        self.server.configure(fields.integer("idle"), fields.integer("deadline"), fields.integer("metrics", high=65535))
         self.generation, self.rank = self.server.holdings.join(generation, rank, client, budget, origin), rank
-        return {"ok": True}, []
+        return {"metrics": self.server.metrics, "ok": True}, []
 
     def _coordinate(self, fields: Fields, message: Message) -> Reply:
         keys = fields.array("keys")
@@ -398,7 +417,7 @@ class Connection:
         generation = self._own
         snapshot = self.server.holdings.find(generation.number, fields.integer("step"), self.rank)
         try:
-            written = snapshot.write(generation.place)
+            written = self.server.holdings.write(snapshot)
         finally:
             self.server.holdings.let_go(snapshot)
         generation.must_be_current()
@@ -481,6 +500,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
             "budget",
             "idle",
             "deadline",
+            "metrics",
         ),
         Connection._join,
         False,

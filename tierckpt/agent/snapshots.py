@@ -44,6 +44,8 @@ class Snapshot:
         self.metadata, self.due, self.pinned = metadata, due, pinned
         #: Who uses the slot: readers, the drain, the digests.
         self.holds = 0
+        #: How often it was written.
+        self.writes = 0
         #: Given up: its slot is free as soon as nobody uses it.
         self.released = False
         self._digests = [b""] * chunk_count(size)
@@ -114,6 +116,7 @@ class Snapshot:
                     digest=self.digest,
                 )
                 self._entry = entry(receipt)
+                self.writes += 1
             return self._entry
 
     @property
@@ -132,11 +135,13 @@ class Step:
     Attributes:
         complete: all ranks of the job have sealed it.
         durable: it is committed in its store.
+        sealed_at: when the last of them did, by the monotonic clock.
     """
 
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     complete: bool = False
     durable: bool = False
+    sealed_at: float = 0.0
 
 
 @dataclass
@@ -184,6 +189,7 @@ class Generation:
         by_rank: slots of each rank.
         making: slots that are just being made, by rank.
         durable: the newest step that is committed, −1: none.
+        durable_at: when that was sealed, or the first step of all, by the monotonic clock; None before.
         settled: its trainers are gone, and what they left has been seen to.
     """
 
@@ -203,6 +209,7 @@ class Generation:
     making: dict[int, int] = field(default_factory=dict)
     signing: Signing | None = None
     durable: int = -1
+    durable_at: float | None = None
     settled: bool = False
 
     def must_be_current(self) -> None:
@@ -227,6 +234,13 @@ class Generation:
     def alive(self) -> bool:
         """Whether a trainer is connected."""
         return any(member.connections for member in self.members.values())
+
+    def now_durable(self, number: int) -> None:
+        """Step ``number`` is committed."""
+        step = self.steps.get(number)
+        if number > self.durable:
+            self.durable = number
+            self.durable_at = self.durable_at if step is None else step.sealed_at
 
     def whole(self, step: Step) -> bool:
         """Whether all ranks of this node have sealed it."""

@@ -18,7 +18,14 @@ from tierckpt.errors import StoreError
 @click.argument("root", required=False)
 @click.option("--run", help="The run's name; by default that of the store at ROOT.")
 @click.option("--node", help="The node's name (default: TIERCKPT_NODE, else this machine).")
-def command(root: str | None, run: str | None, node: str | None) -> int:
+@click.option(
+    "--metrics",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    envvar="TIERCKPT_METRICS",
+    help="Serve figures for Prometheus at http://127.0.0.1:PORT/metrics; 0: any free port.",
+)
+def command(root: str | None, run: str | None, node: str | None, metrics: int | None) -> int:
     """Run the agent of one run on this node in the foreground, until SIGTERM or SIGINT.
 
     Trainers of the same user and node find it in the runtime folder ($XDG_RUNTIME_DIR/tierckpt) and use it instead of
@@ -39,6 +46,16 @@ def command(root: str | None, run: str | None, node: str | None) -> int:
             other.close()
             raise StoreError(f"an agent of run {run} already runs on node {node} ({home.socket})")
         listener = home.listen()
+        server = Server(home, listener, node=node, run=run, stays=True)
+        if metrics is not None:
+            try:
+                server.serve_metrics(metrics)
+            except BaseException:
+                listener.close()
+                home.clear()
+                raise
     click.echo(clean(f"agent of run {run} on node {node}, process {os.getpid()}, listens on {home.socket}"), err=True)
-    Server(home, listener, node=node, run=run, stays=True).serve()
+    if server.metrics:
+        click.echo(f"metrics at http://127.0.0.1:{server.metrics}/metrics", err=True)
+    server.serve()
     return 0

@@ -46,6 +46,8 @@ def _show(found: list[dict[str, Any]]) -> None:
         service = ", a service" if one["service"] else ""
         say(f"run {one['run']} on node {one['node']}: process {one['pid']}, up {one['seconds']} s{service}")
         say(f"memory: {size(one['held'])} of {size(one['budget'])} in {count(_slots(one), 'slot')}")
+        if one["metrics"]:
+            say(f"metrics at http://127.0.0.1:{one['metrics']}/metrics")
         rows = [_row(generation) for generation in one["generations"]]
         if rows:
             columns = ("generation", "ranks", "sealed", "on disk", "lag", "held", "root")

@@ -55,6 +55,7 @@ class RamTier:
             budget=policy.budget_bytes,
             idle=policy.idle,
             deadline=policy.drain_deadline,
+            metrics=policy.metrics_port,
             signing=coordinator.signing if group.rank == 0 else None,
         )
 
@@ -67,6 +68,10 @@ class RamTier:
         except BaseException:
             self._leave()
             raise
+        wanted, served = policy.metrics_port, self._client.metrics
+        if wanted and served != wanted and group.rank == here:
+            where = f"on port {served}" if served else "nowhere (tierckpt status says why)"
+            warn(f"metrics: the agent of run {coordinator.run} serves its figures {where}, not on port {wanted}")
         self._drain.writer = self.arena
         self._drain.overtakes = policy.on_full == "overtake"
 
