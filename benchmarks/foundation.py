@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 import tierckpt
 from tierckpt import _native
+from tierckpt.checkpointer import _close_all
 from tierckpt.config import IO_THREADS
 from tierckpt.format.digest import CHUNK
 
@@ -367,6 +368,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tierckpt-bench-", dir=arguments.root) as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"
         rows = figures(Bench(Path(folder)), arguments.gib, arguments.rounds)
+        _close_all()  # what is noted down at the end would come after the folder has gone
     if arguments.json:
         print(json.dumps([{"title": row.title, "bytes": row.nbytes, "seconds": row.times} for row in rows]))
     else:
