@@ -602,8 +602,7 @@ def test_a_store_that_was_taken_away_does_not_get_its_former_life_back(tmp_path:
     run(0, 3, 1000)
     until(lambda: tierckpt.latest(root) == 2)
     shutil.copytree(root, tmp_path / "backup")
-    for _ in range(2):
-        run(3, 6, 1000)
+    run(3, 6, 1000)
     until(lambda: tierckpt.latest(root) == 5)
     # The agent may still be busy in there.
     until(lambda: (shutil.rmtree(root, ignore_errors=True), not root.exists())[1])
