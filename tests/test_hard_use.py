@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import multiprocessing
@@ -401,3 +402,24 @@ def test_one_failure_that_is_raised_does_not_make_others(tmp_path: Path) -> None
     (first, steps), (second, _) = run_ranks(_one_failure, 2, str(tmp_path / "s"))
     assert 1 <= first <= 2 and 1 <= second <= 2
     assert len(steps) >= 8
+
+
+def test_a_thread_that_the_system_refuses_once_costs_one_save_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "tierckpt-drain" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    state = {"w": torch.ones(3)}
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        with contextlib.suppress(RuntimeError):
+            ckpt.save(1, state)
+        ckpt.save(2, state).wait()
+    assert refused
+    assert tierckpt.steps(tmp_path / "s")[-1] == 2

@@ -122,13 +122,15 @@ class Drain:
 
     def put(self, job: Job) -> None:
         """Hand over a step."""
-        if self._thread is None:
-            # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends.
-            self._thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
-            self._thread.start()
         with self.turn:
             self.pending.append(job)
         self._queue.put(job)
+        if self._thread is None:
+            # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends. One that the system refuses
+            # is started with the next step, which finds this one still queued.
+            thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""

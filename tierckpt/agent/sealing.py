@@ -64,10 +64,11 @@ class Sealing:
 
     def put(self, job: Job | Hastened) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="tierckpt-seal", daemon=True)
-            self._thread.start()
         self._queue.put(job)
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="tierckpt-seal", daemon=True)
+            thread.start()  # refused, it is tried again with the next step
+            self._thread = thread
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""

@@ -114,11 +114,12 @@ class Copy:
 
     def start(self) -> None:
         """Let a thread of the process begin with it."""
+        copiers = _copiers()  # before anything else: the system may refuse the thread
         with _lock:
             _active.append(self)
         if self._left == 0:
             self._ended.set()
-        _copiers().put(self)
+        copiers.put(self)
 
     def _copy(self, lo: int, hi: int) -> None:
         self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
@@ -262,8 +263,8 @@ def _copiers() -> queue.SimpleQueue[Copy]:
     with _lock:
         if _queue is None or _queue[0] != os.getpid():
             tasks: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-            _queue = os.getpid(), tasks
             threading.Thread(target=_work, args=(tasks,), name="tierckpt-copy", daemon=True).start()
+            _queue = os.getpid(), tasks
         return _queue[1]
 
 
