@@ -105,7 +105,7 @@ def main(folder: Path | None = None, *, keep: bool = False) -> int:
 def _demo(space: Path, console: Console) -> bool:
     begun = time.monotonic()
     console.print(
-        f"\n[bold]1[/bold]  a small GPT on {WORLD} FSDP2 processes, {STEPS} steps; every {EVERY}th save goes to the disk"
+        f"\n[bold]1[/bold]  a small GPT on {WORLD} FSDP2 processes, {STEPS} steps; saves to memory, every {EVERY}th to the disk"
     )
     calm = _attempt(space, "undisturbed")
 
