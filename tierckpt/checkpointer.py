@@ -359,6 +359,7 @@ class Checkpointer:
             note.append(_encoded(metadata))
             return str(step).encode()
 
+        begun: list[Staging] = []
         alone = self._planner.is_planned and self._group.size > 1
         # The other ranks hand this step to their drains, whatever happens here: so must we.
         staged: Staged | BaseException = StoreError(f"step {step}: the save was interrupted")
@@ -375,7 +376,9 @@ class Checkpointer:
             self._steps[step] = handle
             handle._owner, handle._lend = self, fence.wait
             must_tell = True
-            staged = self._stage(planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin, last=last)
+            staged = self._stage(
+                planned, note[0], live=live, fenced=fenced, handle=handle, pinned=pin, last=last, begun=begun
+            )
         except _Raised as raised:
             staged = raised.error
             raise
@@ -386,6 +389,9 @@ class Checkpointer:
         finally:
             if must_tell:
                 if isinstance(staged, BaseException):
+                    # An interrupt may come anywhere: what was taken for this step is given back.
+                    for staging in begun:
+                        staging.release(False)
                     handle._set_staged()
                 job = Job(step, pin, staged, handle, due=self._disk.name in handle.due)
                 self._hand_over(job)
@@ -405,8 +411,18 @@ class Checkpointer:
         raise error
 
     def _stage(
-        self, planned: Planned, metadata: Any, *, live: bool, fenced: bool, handle: Handle, pinned: bool, last: bool
+        self,
+        planned: Planned,
+        metadata: Any,
+        *,
+        live: bool,
+        fenced: bool,
+        handle: Handle,
+        pinned: bool,
+        last: bool,
+        begun: list[Staging],
     ) -> Staging:
+        """``begun``: what is returned is put into it before anything is taken for it."""
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
         memory: Memory | None = None
@@ -417,20 +433,17 @@ class Checkpointer:
             memory = OwnMemory(self._arena, self._timeout)
         refuse = self._on_disagreement == "refuse"
         staging = Staging(self._planner, memory, planned, prepared, metadata, refuse=refuse)
+        begun.append(staging)
         if memory is None:
             handle._set_staged()
         else:
             try:
                 staging.stage(handle._set_staged, overlap=fenced)
             except SkippedError:
-                staging.release(False)
                 raise
             except Exception as error:
                 staging.fail(error)
                 handle._set_staged()
-            except BaseException:
-                staging.release(False)
-                raise
         handle.timings["copy"] = time.perf_counter() - began
         return staging
 

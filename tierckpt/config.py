@@ -53,6 +53,10 @@ AGENT_IDLE = 600.0
 DRAIN_DEADLINE = 120.0
 #: Seconds within which an agent must have started and answered.
 AGENT_START = 30.0
+#: Seconds in which an agent answers what takes it no time: one that is stopped must not stop training for longer.
+AGENT_ANSWER = 15.0
+#: Bytes per second at which a slot is made at least.
+AGENT_SLOT_RATE = 100e6
 #: Connections of one agent, and bytes of its log.
 AGENT_CONNECTIONS = 1024
 AGENT_LOG_BYTES = 64 << 10

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.agents import end_all, gone, kill, status, statuses, until
+from tierckpt import config
 from tierckpt.agent.client import AgentLostError, Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
@@ -252,6 +253,22 @@ def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
         kill(pid)
         with pytest.raises(AgentLostError, match="died or did not answer"):
             asking.result(20)
+    assert take(client)
+
+
+def test_an_agent_that_is_stopped_is_not_waited_for_long(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands still answers no more than a dead one, but does not end: a save must not stand with it."""
+    take(client)
+    monkeypatch.setattr(config, "AGENT_ANSWER", 0.2)
+    pid = status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(2):  # on a connection that is open, and on a new one
+            with pytest.raises(AgentLostError, match="did not answer|does not answer"):
+                take(client)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
     assert take(client)
 
 

@@ -20,6 +20,9 @@ import torch
 import tierckpt
 from tierckpt import Checkpointer, TornSnapshotError
 from tierckpt.snapshot import fence
+from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.stager import LiveSource, SlotSource
+from tierckpt.snapshot.staging import Staging
 
 
 class Gate:
@@ -236,6 +239,43 @@ def test_an_interrupt_at_the_fence_loses_nothing(tmp_path: Path, gate: Gate, mon
         gate.open.set()
         handle.wait()
         optimizer.step()
+    found = tierckpt.read(tmp_path / "s", keys=["model.*"])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("place", ["acquire", "gather", "begin", "timings"])
+def test_an_interrupt_in_a_save_gives_its_slot_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ctrl-C that the caller catches, again and again: the slots are few."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    where: dict[str, tuple[Any, str]] = {
+        "acquire": (Slot, "__init__"),
+        "gather": (LiveSource, "stage_behind_fence"),
+        "begin": (SlotSource, "begin"),
+        "timings": (Staging, "stage"),
+    }
+    with Checkpointer(tmp_path / "s", agent="off", timeout=20) as ckpt:
+        ckpt.save(0, state).wait()
+        owner, name = where[place]
+        original = getattr(owner, name)
+
+        def interrupted(*args: Any, **more: Any) -> Any:
+            original(*args, **more)
+            raise _Interrupt
+
+        for number in range(1, 6):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, interrupted)
+                with pytest.raises(_Interrupt):
+                    ckpt.save(number, state)
+            ckpt.wait()
+        before = clone(model)
+        handle = ckpt.save(6, state)
+        step(model, optimizer)
+        handle.wait()
     found = tierckpt.read(tmp_path / "s", keys=["model.*"])["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 

@@ -25,6 +25,10 @@ class AgentLostError(StoreError):
     """The agent has died, or was replaced: what it held is gone."""
 
 
+#: Requests that wait for a disk, or for digests.
+_LONG = frozenset({"bye", "carry", "fetch", "held", "write"})
+
+
 @dataclass(frozen=True)
 class Joining:
     """How this process takes part in a generation; see ``join`` in docs/agent-protocol.md. Times are in seconds."""
@@ -121,7 +125,8 @@ class Client:
                 "written is lost"
             )
         try:
-            channel.sock.settimeout(self._timeout + patience)
+            usual = self._timeout if op in _LONG else min(self._timeout, config.AGENT_ANSWER)
+            channel.sock.settimeout(usual + patience)
             channel.send({"op": op, **fields}, descriptors)
             message = channel.receive()
         except (EOFError, OSError) as error:
@@ -164,11 +169,12 @@ class Client:
         while True:
             channel = self._reach(deadline)
             try:
+                channel.sock.settimeout(min(self._timeout, config.AGENT_ANSWER))
                 return self._greet(channel)
             except (EOFError, OSError) as error:
                 channel.close()
-                # One that was just ending takes no more connections: the next one will.
-                if time.monotonic() >= deadline:
+                # One that was just ending takes no more connections: the next one will. One that is stopped stays so.
+                if time.monotonic() >= deadline or isinstance(error, TimeoutError):
                     raise _NoAgent(f"the agent of run {self.run} does not answer: {error}") from error
             except BaseException:
                 channel.close()

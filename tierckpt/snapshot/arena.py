@@ -17,6 +17,9 @@ class Slot:
         self._arena: Arena | None = arena
         self.buffer = buffer
 
+    def __del__(self) -> None:
+        self.release()  # one that an interrupt took from whoever had asked for it
+
     def release(self) -> None:
         """Give the memory back for the next shard."""
         arena, self._arena = self._arena, None

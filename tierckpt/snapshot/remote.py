@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from tierckpt import config
 from tierckpt.agent.client import AgentLostError, Client
 from tierckpt.agent.protocol import document
 from tierckpt.agent.slots import map_slot
@@ -83,7 +84,8 @@ class RemoteArena:
             return self._acquire(size, wait)
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
-        with self._client.request("slot", (), wait, size=size, wait=int(wait * 1000)) as reply, self._lock:
+        patience = wait + size / config.AGENT_SLOT_RATE
+        with self._client.request("slot", (), patience, size=size, wait=int(wait * 1000)) as reply, self._lock:
             self._must_know_agent()
             number, capacity = reply.fields["slot"], reply.fields["capacity"]
             if type(number) is not int or type(capacity) is not int:

@@ -54,7 +54,8 @@ class LiveSource:
         keep: Sequence[object],
         done: Callable[[], None],
     ) -> SlotSource:
-        """Copy the first part of ``split`` into ``memory``, and begin to copy the second, which only optimizers change.
+        """Copy the first part of ``split`` into ``memory``, and get the second ready, which only optimizers change: it is
+        copied from `SlotSource.begin` on.
 
         Args:
             watch: tells whether they did so meanwhile.
@@ -67,9 +68,9 @@ class LiveSource:
         now = array("Q", compress(self._pointers, split.now_rows))
         later = array("Q", compress(self._pointers, split.later_rows))
         split.now.gather(now, 0, self.size, into, COPY_THREADS)
-        copy = fence.Copy(split.later, later, into, watch, also, [self._keep, memory, keep], done)
-        copy.start()
-        return SlotSource(memory, self.size, copy)
+        return SlotSource(
+            memory, self.size, fence.Copy(split.later, later, into, watch, also, [self._keep, memory, keep], done)
+        )
 
 
 class SlotSource:
@@ -79,6 +80,16 @@ class SlotSource:
         self.size = size
         self._data = memoryview(memory)
         self._copy = copy
+
+    def begin(self) -> None:
+        """Let what is copied late be copied."""
+        if self._copy is not None:
+            self._copy.start()
+
+    def end(self) -> None:
+        """Nothing is written to the memory any more."""
+        if self._copy is not None:
+            self._copy.help()
 
     def ready(self) -> None:
         """Wait until all of it is there.

@@ -102,7 +102,10 @@ class Staging:
                 also = [] if sample is None else [sample.take]
                 # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
                 keep = [tensor.untyped_storage() for tensor in _late(split, taken)]
-                self._source = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
+                # Known before it begins: an interrupt must not leave a copy that nobody waits for.
+                late = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
+                self._source = late
+                late.begin()
                 return
             self._source = source.stage(slot.buffer)
         if sample is not None:
@@ -250,6 +253,8 @@ class Staging:
 
     def release(self, durable: bool) -> None:
         """Nothing more is written of it; ``durable``: it is committed."""
+        if isinstance(self._source, SlotSource):
+            self._source.end()
         slot, self._slot = self._slot, None
         self._source = self._live = self._sample = None
         sealed, self._sealed = self._sealed, False
