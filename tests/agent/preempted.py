@@ -12,6 +12,12 @@ from tests.agent.job import state
 from tierckpt import Checkpointer, Disk, Ram
 
 
+def tell(path: Path, text: str) -> None:
+    """Whoever finds the file finds all of it."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
 def main() -> None:
     root, agent = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
@@ -24,9 +30,9 @@ def main() -> None:
         while not ckpt.should_stop:
             ckpt.save(step, state(step, rank))
             if step == first + 5:
-                root.with_name(f"ready{rank}").write_text(str(os.getpid()))
+                tell(root.with_name(f"ready{rank}"), str(os.getpid()))
             step += 1
-    root.with_name(f"stopped{rank}").write_text(f"{first} {step - 1}")
+    tell(root.with_name(f"stopped{rank}"), f"{first} {step - 1}")
     dist.destroy_process_group()
 
 
