@@ -9,13 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.agent.job import state
+from tests.agents import tell
 from tierckpt import Checkpointer, Disk, Ram
-
-
-def tell(path: Path, text: str) -> None:
-    """Whoever finds the file finds all of it."""
-    path.with_suffix(".new").write_text(text)
-    path.with_suffix(".new").rename(path)
 
 
 def main() -> None:

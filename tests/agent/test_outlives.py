@@ -19,7 +19,7 @@ import torch
 
 import tierckpt
 from tests.agent.job import state, values
-from tests.agents import gone, kill, status, statuses, until
+from tests.agents import gone, kill, status, statuses, tell, until
 from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, FencedError, Ram
 from tierckpt.agent.runtime import runtime_folder
@@ -224,7 +224,7 @@ def _is_stopped(rank: int, root: str) -> str:
     ckpt = Checkpointer(root, tiers=[Ram(), Disk()])
     for step in range(3):
         ckpt.save(step, state(step)).wait()
-    Path(root).with_name("pid").write_text(str(os.getpid()))
+    tell(Path(root).with_name("pid"), str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
     try:
         for step in range(3, 6):
@@ -299,7 +299,7 @@ def _forks(rank: int, root: str) -> None:
     if not child:
         os.setsid()
         signal.pause()
-    Path(root).with_name("child").write_text(str(child))
+    tell(Path(root).with_name("child"), str(child))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -356,7 +356,7 @@ def _idle(rank: int, root: str) -> None:
     ckpt = Checkpointer(root, tiers=[Ram(idle=0.1), RARELY])
     for step in range(3):
         ckpt.save(step, state(step)).wait("ram" if step else None)
-    Path(root).with_name("pid").write_text(str(status()["pid"]))
+    tell(Path(root).with_name("pid"), str(status()["pid"]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
