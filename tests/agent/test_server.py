@@ -236,10 +236,17 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def stop(pid: int) -> None:
+    """Until all threads of a process stand still: the signal alone comes when it comes."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats))
+
+
 def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
     take(client)
     pid = status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(take, client)
 
@@ -261,7 +268,7 @@ def test_an_agent_that_is_stopped_is_not_waited_for_long(client: Client, monkeyp
     take(client)
     monkeypatch.setattr(config, "AGENT_ANSWER", 0.2)
     pid = status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         for _ in range(2):  # on a connection that is open, and on a new one
             with pytest.raises(AgentLostError, match=r"(did|does) not answer"):
