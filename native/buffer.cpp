@@ -80,6 +80,21 @@ Buffer::Buffer(size_t nbytes) : nbytes_(nbytes) {
   madvise(address_, mapped_, MADV_HUGEPAGE);
 }
 
-Buffer::~Buffer() { munmap(address_, mapped_); }
+Buffer::Buffer(int fd, size_t nbytes) : nbytes_(nbytes), owner_(getpid()) {
+  mapped_ = std::max<size_t>(1, (nbytes + page() - 1) / page()) * page();
+  void* raw = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (raw == MAP_FAILED && errno == ENOMEM) throw std::bad_alloc();
+  if (raw == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+  address_ = raw;
+  madvise(address_, mapped_, MADV_DONTFORK);
+  madvise(address_, mapped_, MADV_HUGEPAGE);
+}
+
+Buffer::~Buffer() {
+  // A forked child has not inherited it: by now something else may lie there.
+  if (owner_ != 0 && owner_ != getpid()) return;
+  if (unpin_) unpin_(address_);
+  munmap(address_, mapped_);
+}
 
 }  // namespace tierckpt

@@ -1,7 +1,10 @@
-// Page-aligned anonymous memory.
+// Page-aligned memory: of this process, or shared with others.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
+#include <functional>
 
 namespace tierckpt {
 
@@ -11,18 +14,29 @@ void populate(void* address, size_t nbytes);
 
 class Buffer {
  public:
-  // Throws std::bad_alloc; at least one page is mapped, so that address() is never null.
+  // Memory of this process. Throws std::bad_alloc; at least one page is mapped, so that address() is never
+  // null.
   explicit Buffer(size_t nbytes);
+  // The first bytes of a file; a forked child does not have them. Throws std::bad_alloc or std::system_error.
+  Buffer(int fd, size_t nbytes);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
   void* address() const { return address_; }
   size_t nbytes() const { return nbytes_; }
+  // Bytes up to the end of the last page.
+  size_t mapped() const { return mapped_; }
+
+  // It was made known to a device; `unpin` is called with its address before it is unmapped.
+  void pin(std::function<void(void*)> unpin) { unpin_ = std::move(unpin); }
+  bool pinned() const { return unpin_ != nullptr; }
 
  private:
   void* address_ = nullptr;
   size_t nbytes_, mapped_ = 0;
+  pid_t owner_ = 0;  // of memory that no child of this process has; 0: all have it
+  std::function<void(void*)> unpin_;
 };
 
 }  // namespace tierckpt

@@ -24,12 +24,6 @@ constexpr int64_t kPage = 4096;
 constexpr size_t kFar = 32, kNear = 4;  // boxes
 constexpr int64_t kHead = 1024;         // bytes
 
-char* address(const char* pointers, uint32_t index) {
-  uint64_t value;
-  std::memcpy(&value, pointers + size_t{8} * index, 8);
-  return reinterpret_cast<char*>(static_cast<uintptr_t>(value));
-}
-
 // The part [lo, hi) of the shard, which lies in memory at `shard`.
 template <bool kGather>
 struct Window {
@@ -97,15 +91,15 @@ void copy_window(const Table& table, const char* pointers, Window<kGather> windo
   while (i < boxes.size()) {
     const Box& box = boxes[i];
     const size_t next = table.next(i + 1, window.lo, window.hi);
-    if (i + kFar < boxes.size()) __builtin_prefetch(address(pointers, boxes[i + kFar].index), !kGather);
+    if (i + kFar < boxes.size()) __builtin_prefetch(pointer_at(pointers, boxes[i + kFar].index), !kGather);
     // Runs that bypass the caches ask for the next by themselves, and want no lines of their destination in
     // them.
     if (!window.stream || box.run < static_cast<int64_t>(kStreamRun)) {
       const size_t near = box.run < kHead ? i + kNear : next;
-      if (near < boxes.size()) prefetch<!kGather>(address(pointers, boxes[near].index), boxes[near].run);
+      if (near < boxes.size()) prefetch<!kGather>(pointer_at(pointers, boxes[near].index), boxes[near].run);
     }
-    window.next = address(pointers, boxes[next < boxes.size() ? next : i].index);
-    window.clip(table.dims(box), box.ndim, box.run, box.start, address(pointers, box.index));
+    window.next = pointer_at(pointers, boxes[next < boxes.size() ? next : i].index);
+    window.clip(table.dims(box), box.ndim, box.run, box.start, pointer_at(pointers, box.index));
     i = next;
   }
 }
@@ -113,8 +107,7 @@ void copy_window(const Table& table, const char* pointers, Window<kGather> windo
 void check_pointers(const Table& table, const char* pointers, int64_t lo, int64_t hi) {
   const std::vector<Box>& boxes = table.boxes();
   for (size_t i = table.next(0, lo, hi); i < boxes.size(); i = table.next(i + 1, lo, hi))
-    if (address(pointers, boxes[i].index) == nullptr)
-      throw std::invalid_argument("entry " + std::to_string(boxes[i].index) + ": null pointer");
+    present_pointer(pointers, boxes[i].index);
 }
 
 template <bool kGather>

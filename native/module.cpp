@@ -12,6 +12,8 @@
 
 #include "buffer.h"
 #include "copy.h"
+#include "device.h"
+#include "fingerprints.h"
 #include "io.h"
 #include "recall.h"
 #include "stream.h"
@@ -82,11 +84,15 @@ auto without_gil(const Work& work, PyObject* name = nullptr) {
   }
 }
 
-void check_copy(const Table& table, const Words& pointers, int64_t lo, int64_t hi, const View& memory,
-                int threads) {
+void check_pointers(const Table& table, const Words& pointers) {
   if (pointers.count() != table.size())
     throw py::value_error("the table has " + std::to_string(table.size()) + " entries, not " +
                           std::to_string(pointers.count()));
+}
+
+void check_copy(const Table& table, const Words& pointers, int64_t lo, int64_t hi, const View& memory,
+                int threads) {
+  check_pointers(table, pointers);
   if (lo < 0 || hi < lo)
     throw py::value_error("not a range: " + std::to_string(lo) + ", " + std::to_string(hi));
   if (memory.size() != static_cast<size_t>(hi - lo))
@@ -121,6 +127,58 @@ std::unique_ptr<Buffer> make_buffer(py::ssize_t nbytes, bool populated) {
     PyErr_SetString(PyExc_MemoryError, ("cannot map " + std::to_string(nbytes) + " bytes").c_str());
     throw py::error_already_set();
   }
+}
+
+// A file's memory as a Buffer; all its pages are made present.
+std::unique_ptr<Buffer> map_buffer(int fd, py::ssize_t nbytes) {
+  if (nbytes < 0) throw py::value_error("nbytes must not be negative");
+  try {
+    return without_gil([&] {
+      auto buffer = std::make_unique<Buffer>(fd, static_cast<size_t>(nbytes));
+      populate(buffer->address(), buffer->nbytes());
+      return buffer;
+    });
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, ("cannot map " + std::to_string(nbytes) + " bytes").c_str());
+    throw py::error_already_set();
+  }
+}
+
+py::bytes sums_bytes(const std::vector<Sums>& sums) {
+  return py::bytes(reinterpret_cast<const char*>(sums.data()), sums.size() * sizeof(Sums));
+}
+
+py::bytes py_fingerprints(const Table& table, const py::object& pointers) {
+  const Words words(pointers, "pointers");
+  check_pointers(table, words);
+  return sums_bytes(without_gil([&] { return fingerprints(table, words.data()); }));
+}
+
+void py_device_gather(Job& job, const Table& table, const py::object& pointers, const Buffer& to) {
+  const Words words(pointers, "pointers");
+  check_pointers(table, words);
+  without_gil([&] { job.gather(table, words.data(), to); });
+}
+
+size_t py_device_fingerprint(Job& job, const Table& table, const py::object& pointers) {
+  const Words words(pointers, "pointers");
+  check_pointers(table, words);
+  return without_gil([&] { return job.fingerprint(table, words.data()); });
+}
+
+// Called by the main thread between two instructions of its program. What it raises is nobody's.
+int run_soon(void* callable) {
+  const py::object owned = py::reinterpret_steal<py::object>(static_cast<PyObject*>(callable));
+  const py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(owned.ptr()));
+  if (!result) PyErr_WriteUnraisable(owned.ptr());
+  return 0;
+}
+
+bool py_call_soon(const py::object& callable) {
+  PyObject* kept = callable.inc_ref().ptr();
+  if (Py_AddPendingCall(&run_soon, kept) == 0) return true;
+  Py_DECREF(kept);
+  return false;
 }
 
 void py_stream_copy(const py::object& dst, const py::object& src, const std::optional<std::string>& kernel) {
@@ -179,6 +237,10 @@ PYBIND11_MODULE(_native, m) {
       "views of it are gone.")
       .def(py::init(&make_buffer), "nbytes"_a, py::kw_only(), "populate"_a = false,
            "Map `nbytes` of zeros; with `populate` all pages are made present at once, in parallel.")
+      .def_static("of", &map_buffer, "fd"_a, "nbytes"_a,
+                  "The first bytes of a file, shared with whoever else maps it, all present; no forked child "
+                  "has them.")
+      .def_property_readonly("pinned", &Buffer::pinned, "Whether a device reads and writes it.")
       .def_property_readonly(
           "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.address()); },
           "Address of the first byte; never 0.")
@@ -217,6 +279,57 @@ PYBIND11_MODULE(_native, m) {
       .def("scatter", &py_scatter, "pointers"_a, "lo"_a, "hi"_a, "src"_a, "threads"_a = 1, py::kw_only(),
            "stream"_a = py::none(), "Copy the range [lo, hi) of the shard from `src` to the tensors.");
 
+  m.attr("DEVICE_LOOPS") = kDeviceLoops;
+  py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
+  py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", py::is_final(), "The CUDA driver.")
+      .def(py::init<const std::string&>(), "path"_a = "libcuda.so.1",
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "device",
+          [](const std::shared_ptr<Driver>& driver, int ordinal) {
+            py::gil_scoped_release release;
+            return std::shared_ptr<Device>(new Device(driver, ordinal),
+                                           [](Device*) {});  // it is never destroyed
+          },
+          "ordinal"_a, "A GPU, by the number that the CUDA runtime gives it.");
+  py::class_<Device, std::shared_ptr<Device>>(m, "Device", py::is_final(), "One GPU as this process uses it.")
+      .def_property_readonly(
+          "has_kernels", &Device::has_kernels,
+          "Whether it can copy what does not lie together in memory, and take fingerprints.")
+      .def(
+          "pin",
+          [](const Device& device, Buffer& buffer) {
+            py::gil_scoped_release release;
+            device.pin(buffer);
+          },
+          "buffer"_a, "Make memory known to all GPUs until it is unmapped.")
+      .def(
+          "job",
+          [](const std::shared_ptr<Device>& device, uint64_t stream) {
+            py::gil_scoped_release release;
+            return std::make_unique<Job>(device, stream);
+          },
+          "stream"_a, "Copies that come after what `stream` has to do now.");
+  py::class_<Job>(m, "DeviceJob", py::is_final(),
+                  "What one save copies from one GPU. Any thread may call it.")
+      .def("gather", &py_device_gather, "table"_a, "pointers"_a, "to"_a,
+           "Enqueue the copy of all boxes of a table into pinned memory.")
+      .def("fingerprint", &py_device_fingerprint, "table"_a, "pointers"_a,
+           "Enqueue fingerprints of all boxes; their number is the argument of `sums`.")
+      .def("mark", &Job::mark, py::call_guard<py::gil_scoped_release>(),
+           "What was enqueued so far is what `hold` and `wait` are about.")
+      .def("hold", &Job::hold, "stream"_a, py::call_guard<py::gil_scoped_release>(),
+           "What is enqueued on `stream` from now on comes after that.")
+      .def("wait", &Job::wait, py::call_guard<py::gil_scoped_release>(), "Return when that is done.")
+      .def(
+          "sums", [](const Job& job, size_t number) { return sums_bytes(job.sums(number)); }, "number"_a,
+          "After `wait`: 16 bytes for each entry of the table.");
+
+  m.def("call_soon", &py_call_soon, "callable"_a,
+        "Have the main thread call this as soon as it is between two instructions; false if too many wait "
+        "for that.");
+  m.def("fingerprints", &py_fingerprints, "table"_a, "pointers"_a,
+        "For each entry of a table 16 bytes that tell whether others hold the same.");
   m.def("populate", &py_populate, "buffer"_a,
         "Make all pages of a writable buffer present, in parallel, without changing them.");
   m.def("open_direct", &py_open_direct, "dir_fd"_a, "name"_a, "flags"_a, "mode"_a = 0666,

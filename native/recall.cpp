@@ -561,6 +561,8 @@ class Recall {
 // Looking
 // ------------------------------------------------------------------------------------------------------
 
+constexpr int64_t kHost = -1, kElsewhere = -2;  // and the numbers of CUDA devices
+
 // Attributes and methods of torch.Tensor: found once, called without a look-up by name.
 class Descriptors {
  public:
@@ -568,16 +570,25 @@ class Descriptors {
       : shape_(get(type, "shape")),
         dtype_(get(type, "dtype")),
         is_cpu_(get(type, "is_cpu")),
+        is_cuda_(get(type, "is_cuda")),
         version_(get(type, "_version")),
         data_ptr_(type.attr("data_ptr")),
         stride_(type.attr("stride")),
+        get_device_(type.attr("get_device")),
         is_conj_(type.attr("is_conj")),
         is_neg_(type.attr("is_neg")) {}
 
   py::object shape(PyObject* tensor) const { return attribute(shape_, tensor); }
   py::object dtype(PyObject* tensor) const { return attribute(dtype_, tensor); }
   py::object stride(PyObject* tensor) const { return call(stride_, tensor); }
-  bool is_cpu(PyObject* tensor) const { return attribute(is_cpu_, tensor).ptr() == Py_True; }
+  // kHost, the number of a CUDA device, or kElsewhere.
+  int64_t device(PyObject* tensor) const {
+    if (attribute(is_cpu_, tensor).ptr() == Py_True) return kHost;
+    if (attribute(is_cuda_, tensor).ptr() != Py_True) return kElsewhere;
+    const py::object found = call(get_device_, tensor);
+    if (!found || !PyLong_Check(found.ptr())) return kElsewhere;
+    return PyLong_AsLongLong(found.ptr());
+  }
   bool is_lazy(PyObject* tensor, bool complex) const {
     return call(is_neg_, tensor).ptr() != Py_False || (complex && call(is_conj_, tensor).ptr() != Py_False);
   }
@@ -614,7 +625,7 @@ class Descriptors {
     return owned(PyObject_Vectorcall(method.ptr(), &tensor, 1, nullptr));
   }
 
-  py::object shape_, dtype_, is_cpu_, version_, data_ptr_, stride_, is_conj_, is_neg_;
+  py::object shape_, dtype_, is_cpu_, is_cuda_, version_, data_ptr_, stride_, get_device_, is_conj_, is_neg_;
 };
 
 // The numbers of a tuple; false if it is none, or has others than machine integers.
@@ -684,6 +695,7 @@ class Looks {
     bool inside;     // it is inside of the leaf, a DTensor
     bool present;    // it has elements that are saved
     bool complex;
+    int64_t device;
     PyTypeObject* type;
     PyObject* dtype;
     size_t first_dim;  // of its sizes in dims_, which its strides follow
@@ -694,6 +706,7 @@ class Looks {
   struct Outer {
     int64_t leaf;
     PyObject *spec, *mesh, *placed[3];  // placed: null where this torch has none
+    int64_t device;
     PyObject* dtype;
     size_t first_dim, ndim;
   };
@@ -710,7 +723,8 @@ class Looks {
   }
 
   void learn(int64_t source, bool inside, bool present, const py::list& leaves, const py::list& extra) {
-    Row row{source, inside, present, false, nullptr, nullptr, 0, 0, static_cast<uint32_t>(rows_.size())};
+    Row row{source,  inside,  present, false, kElsewhere,
+            nullptr, nullptr, 0,       0,     static_cast<uint32_t>(rows_.size())};
     if (inside) {
       const py::object outer = item(leaves, source);
       usable_ = learn_outer(source, outer.ptr());
@@ -720,6 +734,7 @@ class Looks {
       row.type = Py_TYPE(tensor.ptr());
       keep(py::type::of(tensor));
       row.dtype = form(tensor.ptr(), &row.first_dim, &row.ndim, true);
+      row.device = descriptors_.device(tensor.ptr());
       row.complex = row.dtype != nullptr && borrowed(row.dtype).attr("is_complex").ptr() == Py_True;
     }
     usable_ = row.dtype != nullptr;
@@ -729,7 +744,7 @@ class Looks {
 
   bool learn_outer(int64_t leaf, PyObject* tensor) {
     const Attributes& n = names();
-    Outer outer{leaf, nullptr, nullptr, {}, nullptr, 0, 0};
+    Outer outer{leaf, nullptr, nullptr, {}, descriptors_.device(tensor), nullptr, 0, 0};
     const auto get = [&](PyObject* from, PyObject* name) {
       const py::object found = owned(PyObject_GetAttr(from, name));
       if (found) keep(found);
@@ -778,10 +793,11 @@ class Looks {
   // Every answer of torch may be an exception: then, too, it is not the same.
   bool same_row(size_t i, PyObject* tensor, uint64_t* address, int64_t* version) const {
     const Row& row = rows_[i];
-    if (Py_TYPE(tensor) != row.type || descriptors_.dtype(tensor).ptr() != row.dtype ||
+    if (row.device == kElsewhere || Py_TYPE(tensor) != row.type ||
+        descriptors_.dtype(tensor).ptr() != row.dtype ||
         !same(descriptors_.shape(tensor), row.first_dim, row.ndim) ||
         !same(descriptors_.stride(tensor), row.first_dim + row.ndim, row.ndim) ||
-        !descriptors_.is_cpu(tensor) || descriptors_.is_lazy(tensor, row.complex) ||
+        descriptors_.device(tensor) != row.device || descriptors_.is_lazy(tensor, row.complex) ||
         !descriptors_.address(tensor, address) || (row.present && *address == 0))
       return false;
     *version = descriptors_.version(tensor);
@@ -791,7 +807,8 @@ class Looks {
   bool same_outer(const Outer& outer, PyObject* tensor) const {
     const Attributes& n = names();
     if (descriptors_.dtype(tensor).ptr() != outer.dtype ||
-        !same(descriptors_.shape(tensor), outer.first_dim, outer.ndim) || !descriptors_.is_cpu(tensor))
+        !same(descriptors_.shape(tensor), outer.first_dim, outer.ndim) ||
+        descriptors_.device(tensor) != outer.device)
       return false;
     // Not only the identity of the specification: nothing keeps torch from changing it in place.
     const py::object spec = owned(PyObject_GetAttr(tensor, n.spec));

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +28,20 @@ struct Box {
   uint32_t ndim;
   uint64_t first_dim;
 };
+
+// The address of entry `index` among native 64-bit ones at any alignment.
+inline char* pointer_at(const char* pointers, uint32_t index) {
+  uint64_t value;
+  std::memcpy(&value, pointers + size_t{8} * index, 8);
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(value));
+}
+
+// Throws std::invalid_argument for null.
+inline char* present_pointer(const char* pointers, uint32_t index) {
+  char* found = pointer_at(pointers, index);
+  if (found == nullptr) throw std::invalid_argument("entry " + std::to_string(index) + ": null pointer");
+  return found;
+}
 
 // The caller's columns; see CopyTable in tierckpt/_native.pyi.
 struct Columns {

@@ -11,7 +11,7 @@ from typing_extensions import Buffer as _Readable
 
 @final
 class Buffer:
-    """Page-aligned anonymous memory, on huge pages where the system has them.
+    """Page-aligned memory, of this process or shared with others, on huge pages where the system has them.
 
     Supports the writable buffer protocol (one-dimensional, format ``B``). It is freed when the object and all
     ``memoryview``s of it are gone.
@@ -24,6 +24,20 @@ class Buffer:
             MemoryError: the system refused; the message names the size.
             ValueError: ``nbytes`` is negative.
         """
+
+    @staticmethod
+    def of(fd: int, nbytes: int) -> Buffer:
+        """The first bytes of a file, shared with whoever else maps it. All pages are present; no forked child has them.
+
+        Raises:
+            MemoryError: the system refused.
+            OSError: the file cannot be mapped.
+            ValueError: ``nbytes`` is negative.
+        """
+
+    @property
+    def pinned(self) -> bool:
+        """Whether devices write to it (`Device.pin`)."""
 
     @property
     def address(self) -> int:
@@ -236,6 +250,104 @@ class Looks:
 
     def changed(self, leaves: list[Any], extra: list[Any], addresses: _Readable, versions: _Readable) -> list[int]:
         """The rows that are at another address by now, or have another version."""
+
+class CudaError(RuntimeError):
+    """The CUDA driver is not there, or refused a call; the message says which and why."""
+
+#: Dimensions of a tensor up to which a device copies it, whatever its strides.
+DEVICE_LOOPS: int
+
+@final
+class Driver:
+    """The CUDA driver.
+
+    Raises:
+        CudaError: there is none, or no device.
+    """
+
+    def __init__(self, path: str = "libcuda.so.1") -> None: ...
+    def device(self, ordinal: int) -> Device:
+        """A GPU, by the number that the CUDA runtime gives it. It is in use until the process ends.
+
+        Raises:
+            CudaError: the driver refused.
+        """
+
+@final
+class Device:
+    """One GPU as this process uses it: with a stream of its own."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether it copies what does not lie together in memory, and takes fingerprints. That depends on the build."""
+
+    def pin(self, buffer: Buffer) -> None:
+        """Have all GPUs write to ``buffer``, until it is unmapped. Once is enough.
+
+        Raises:
+            CudaError: the driver refused.
+        """
+
+    def job(self, stream: int) -> DeviceJob:
+        """What one save copies. All of it comes after what ``stream`` (a handle; 0 is the default stream) has to do now.
+
+        Raises:
+            CudaError: the driver refused, or a graph is being captured on that stream.
+        """
+
+@final
+class DeviceJob:
+    """Copies of one save from one GPU, on a stream that runs beside training. Any thread may call it.
+
+    Every method raises ``CudaError`` if the driver refuses.
+    """
+
+    def gather(self, table: CopyTable, pointers: _Readable, to: Buffer) -> None:
+        """Enqueue the copy of all boxes to where the table has them in ``to``, which is pinned.
+
+        Args:
+            pointers: for each box the address of its first element in the GPU's memory. It must stay what it is until `wait`
+                has returned.
+
+        Raises:
+            ValueError: a box has gaps in the shard, more than ``DEVICE_LOOPS`` loops, or no address; ``to`` is not pinned, or
+                too small.
+        """
+
+    def fingerprint(self, table: CopyTable, pointers: _Readable) -> int:
+        """Enqueue fingerprints of all boxes; what is returned is the argument of `sums`. Arguments as for `gather`."""
+
+    def mark(self) -> None:
+        """What was enqueued so far is what `hold` and `wait` are about."""
+
+    def hold(self, stream: int) -> None:
+        """What is enqueued on ``stream`` from now on comes after that. Where a graph is captured it waits instead."""
+
+    def wait(self) -> None:
+        """Return when that is done."""
+
+    def sums(self, number: int) -> bytes:
+        """After `wait`: for each box of the table the 16 bytes that `fingerprints` gives for the same bytes.
+
+        Raises:
+            ValueError: they were not marked, or not waited for.
+        """
+
+def fingerprints(table: CopyTable, pointers: _Readable) -> bytes:
+    """For each box of a table 16 bytes, by which others tell whether they hold the same bytes, in row-major order.
+
+    No defence against anybody who wants them to be equal.
+
+    Raises:
+        ValueError: pointers of the wrong number, or null.
+    """
+
+def call_soon(callable: Callable[[], object]) -> bool:
+    """Have the main thread call this as soon as it is between two instructions of its program.
+
+    Returns:
+        False if that many calls are waiting already that this one was not taken.
+    """
 
 def populate(buffer: _Readable) -> None:
     """Make all pages of a writable buffer present and writable, in parallel, without changing them.

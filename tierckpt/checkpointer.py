@@ -425,6 +425,8 @@ class Checkpointer:
         """``begun``: what is returned is put into it before anything is taken for it."""
         began = time.perf_counter()
         prepared = self._planner.prepared(planned)
+        # What is on GPUs cannot be read piece by piece.
+        live = live and not prepared.has_devices and not planned.has_devices
         memory: Memory | None = None
         if not live and self._ram_tier is not None:
             due = self._disk.name in handle.due

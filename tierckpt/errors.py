@@ -35,6 +35,10 @@ class LostContactError(StoreError):
     """Another rank died or did not come in time. What it was about to do may or may not have happened."""
 
 
+class DeviceError(TierckptError):
+    """A GPU refused a copy. The message says what its driver said."""
+
+
 class ArenaFullError(TierckptError):
     """No slot is free. The message says what is needed, what is held and the budget."""
 

@@ -18,11 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.agents import end_all, gone, kill, status, statuses, until
-from tierckpt import config
+from tierckpt import _native, config
 from tierckpt.agent.client import AgentLostError, Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
-from tierckpt.agent.slots import map_slot
 from tierckpt.errors import ArenaFullError, FencedError, IntegrityError, StateError, StoreError, TierckptError
 from tierckpt.format import canonical
 from tierckpt.format.digest import derive
@@ -92,7 +91,7 @@ def seal(client: Client, step: int, slot: int | None, size: int = 5000) -> None:
 def test_a_slot_is_sealed_memory_that_both_see(client: Client) -> None:
     with client.request("slot", size=5000, wait=0) as reply:
         descriptor = reply.take()
-        memory = map_slot(descriptor, 8192)
+        memory = memoryview(_native.Buffer.of(descriptor, 8192))
         with pytest.raises(OSError):
             os.ftruncate(descriptor, 4096)
         with pytest.raises(OSError):

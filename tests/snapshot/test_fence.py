@@ -21,7 +21,7 @@ import tierckpt
 from tierckpt import Checkpointer, TornSnapshotError
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
-from tierckpt.snapshot.stager import LiveSource, SlotSource
+from tierckpt.snapshot.stager import Stager
 from tierckpt.snapshot.staging import Staging
 
 
@@ -253,8 +253,8 @@ def test_an_interrupt_in_a_save_gives_its_slot_back(
     state = {"model": model, "optimizer": optimizer}
     where: dict[str, tuple[Any, str]] = {
         "acquire": (Slot, "__init__"),
-        "gather": (LiveSource, "stage_behind_fence"),
-        "begin": (SlotSource, "begin"),
+        "gather": (Stager, "copy_behind_fence"),
+        "begin": (fence.Copy, "start"),
         "timings": (Staging, "stage"),
     }
     with Checkpointer(tmp_path / "s", agent="off", timeout=20) as ckpt:

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tierckpt.errors import LayoutError
 from tierckpt.format.boxes import Box, tiles
 from tierckpt.format.grid import Cut, Mesh
-from tierckpt.state.layout import Describer, describe, destination, destinations, host, overlaps
+from tierckpt.state.layout import Describer, describe, destination, destinations, overlaps
 from tierckpt.state.marks import Pieces
 
 
@@ -154,19 +154,6 @@ def test_pieces_are_listed_without_the_empty_ones() -> None:
 def test_what_has_no_plain_memory_is_refused_by_name(value: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=rf"opt/m: .*{message}"):
         describe(value, name="opt/m")
-
-
-def test_host_gives_the_values_and_says_whether_they_are_live() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    for view in (base, base.t(), base[:, ::2], torch.ones(1).expand(5), torch.tensor(1.0)):
-        memory, live = host(view)
-        assert live and memory is view
-    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    negative = torch._neg_view(torch.tensor([[1.0, 3.0], [5.0, 7.0]]).t())
-    for view in (conjugate, negative):
-        memory, live = host(view)
-        assert not live and not memory.is_conj() and not memory.is_neg()
-        assert torch.equal(memory, view) and memory.is_contiguous()
 
 
 def test_destinations_are_the_live_memory_through_its_strides() -> None:

@@ -6,6 +6,7 @@ import threading
 
 from tierckpt import _native
 from tierckpt.errors import ArenaFullError
+from tierckpt.snapshot.device import pin_ahead
 
 _PAGE = 4096
 
@@ -83,7 +84,10 @@ class Arena:
                 self._free.pop(0)  # too small: make room before the larger one is mapped
             self._held += 1
         try:
-            return Slot(self, buffer or _native.Buffer(capacity, populate=True))
+            if buffer is None:
+                buffer = _native.Buffer(capacity, populate=True)
+                pin_ahead(buffer)
+            return Slot(self, buffer)
         except MemoryError as error:
             self._give_back(None)
             raise ArenaFullError(f"{capacity:,} bytes for a slot are not to be had: {error}") from error

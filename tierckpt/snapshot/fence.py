@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tierckpt import _native
 from tierckpt.config import CONFIRM_SECONDS, COPY_BLOCK
 from tierckpt.errors import TornSnapshotError
+from tierckpt.snapshot.device import Jobs
 from tierckpt.state.naming import readable
 from tierckpt.telling import warn
 
@@ -68,43 +69,44 @@ class Versions:
 
 
 class Copy:
-    """A part of a shard on its way from live memory into a slot.
+    """What is still to be copied of a shard from live memory into a slot after ``save()`` has returned.
 
-    It has *ended* when everything was copied, and is *confirmed* when it was found that nothing changed meanwhile. Torch
-    counts a version after the kernel that writes has ended, so the counters are looked at only once the thread that saved
-    cannot be inside of such a kernel any more: when it comes here, or has gone on to another instruction of its program.
+    It has *ended* when nothing at the host is left to be copied, and all that GPUs are to do was enqueued; it is *judged* when it
+    was found out whether anything changed meanwhile, and *confirmed* when that is known and all bytes are there. Torch counts a
+    version after the kernel that writes has ended, or was launched, so the counters are looked at only once the thread that saved
+    cannot be inside of such a call any more: when it comes here, or has gone on to another instruction of its program.
 
     Args:
-        table, pointers: what to copy; the rest of the slot is left alone.
+        table, pointers: what is copied at the host, None if nothing; the rest of the slot is left alone.
         into: the slot's bytes.
         watch: tells what changed.
-        also: what else has to be done before the state changes.
+        tasks: what else has to be done before the state changes.
         keep: must live until then.
         done: called once when it is confirmed, or found to be torn, from any thread.
+        jobs: what GPUs copy.
     """
 
     def __init__(
         self,
-        table: _native.CopyTable,
+        table: _native.CopyTable | None,
         pointers: Any,
         into: memoryview,
         watch: Watch,
-        also: Sequence[Callable[[], None]],
+        tasks: Sequence[Callable[[], None]],
         keep: Sequence[object],
         done: Callable[[], None],
+        jobs: Jobs,
     ) -> None:
         self._table, self._pointers, self._into, self._watch, self._keep = table, pointers, into, watch, keep
-        self._done = done
-        lo, hi = table.span
-        tasks: list[Callable[[], None]] = list(also)
-        tasks += [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
-        self._tasks = deque(tasks)
-        self._left = len(tasks)
+        self._done, self._jobs = done, jobs
+        lo, hi = (0, 0) if table is None else table.span
+        blocks = [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
+        self._tasks: deque[Callable[[], None]] = deque([*tasks, *blocks])
+        self._left = len(self._tasks)
         self._lock = threading.Lock()
-        self._looked = False
-        self._ended, self._confirmed = threading.Event(), threading.Event()
+        self._judging = self._concluded = False
+        self._ended, self._judged, self._confirmed = threading.Event(), threading.Event(), threading.Event()
         self._saver = threading.get_ident()
-        self._where: tuple[object, int] | None = None
         self._pid = os.getpid()
         self._error: Exception | None = None
         # When training came to the fence.
@@ -122,6 +124,7 @@ class Copy:
         copiers.put(self)
 
     def _copy(self, lo: int, hi: int) -> None:
+        assert self._table is not None
         self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
 
     def work(self) -> None:
@@ -152,15 +155,15 @@ class Copy:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._where = _whereabouts(self._saver)
             self._ended.set()
 
-    def _look(self) -> None:
+    def _judge(self) -> None:
         """Find out whether it is torn, once."""
         with self._lock:
-            if self._looked:
-                return
-            self._looked = True
+            mine, self._judging = not self._judging, True
+        if not mine:
+            self._judged.wait()
+            return
         try:
             changed = self._watch.changes()
             if changed and self._error is None:
@@ -172,47 +175,90 @@ class Copy:
         except Exception as error:
             self._error = error
         finally:
-            self._keep, self._where = (), None
-            with _lock:
-                if self in _active:
-                    _active.remove(self)
-            # Before anybody learns of the end: the drain passes it on at once.
-            if self._met is not None:
-                self.waited = time.perf_counter() - self._met
-            self._confirmed.set()
-            self._done()
+            self._judged.set()
+
+    def _conclude(self) -> None:
+        """All bytes are there, and it is known whether they are good; once."""
+        with self._lock:
+            mine, self._concluded = not self._concluded, True
+        if not mine:
+            return
+        self._keep = ()
+        with _lock:
+            if self in _active:
+                _active.remove(self)
+        self._confirmed.set()
+        self._done()
 
     def confirm(self) -> None:
         """Wait until it has ended and the thread that saved has gone on, then look whether it is torn."""
         self._ended.wait()
-        while not self._confirmed.is_set():
-            where = self._where
-            if where is None or _whereabouts(self._saver) != where:
-                self._look()
-            # Nothing tells when a thread goes on.
-            self._confirmed.wait(CONFIRM_SECONDS)
+        try:
+            self._jobs.wait()
+        except Exception as error:
+            self._error = self._error or error
+        if not self._judged.is_set():
+            gone_on = _GoneOn(self._saver)
+            while not self._judged.is_set() and not gone_on:
+                # Nothing tells when a thread goes on.
+                self._judged.wait(CONFIRM_SECONDS)
+            self._judge()
+        self._conclude()
 
     def wait(self) -> None:
         """For threads that change nothing: until it is confirmed. They lend no hand, which would take a core from training.
 
         Raises:
             TornSnapshotError: the state changed meanwhile.
+            DeviceError: a GPU refused.
         """
         self._confirmed.wait()
         if self._error is not None:
             raise self._error
 
     def help(self) -> None:
-        """For threads that are about to change the state, or to wait for it: until it has ended, with a hand, and is
-        confirmed. Never raises."""
+        """For threads that are about to change the state, or to wait for it: until it has ended, with a hand, and is judged.
+        What they have GPUs do from now on comes after the copies. Never raises."""
         if self._confirmed.is_set() or self._pid != os.getpid():
             return  # a forked child has a copy of everything as it is
         if self._met is None:
             self._met = time.perf_counter()
         self.work()
         self._ended.wait()
-        self._look()
-        self._confirmed.wait()
+        try:
+            self._jobs.hold()
+        except Exception as error:
+            self._error = self._error or error
+        self._judge()
+        # Before anybody learns of the end: the drain passes it on at once.
+        self.waited = time.perf_counter() - self._met
+        if not self._jobs:
+            self._conclude()
+
+    def end(self) -> None:
+        """Return when nothing is written to the slot any more. Never raises."""
+        self.help()
+        if self._pid != os.getpid():
+            return
+        try:
+            self._jobs.wait()
+        except Exception as error:
+            self._error = self._error or error
+        self._conclude()
+
+
+class _GoneOn:
+    """Whether a thread has gone on to another instruction of its program since this was made."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread, self._where = thread, _whereabouts(thread)
+        self._told: list[bool] = []
+        if thread == threading.main_thread().ident:
+            # A loop over one call stands at the same instruction whenever one looks.
+            _native.call_soon(partial(self._told.append, True))
+
+    def __bool__(self) -> bool:
+        return bool(self._told) or self._where is None or _whereabouts(self._thread) != self._where
 
 
 def _whereabouts(thread: int) -> tuple[object, int] | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable
 
-from tierckpt import config
+from tierckpt import _native, config
 from tierckpt.agent.client import AgentLostError, Client
 from tierckpt.agent.protocol import document
-from tierckpt.agent.slots import map_slot
 from tierckpt.agent.writing import Shard, Title
 from tierckpt.errors import FencedError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
+from tierckpt.snapshot.device import pin_ahead
 from tierckpt.tiers.base import Place
 
 _log = logging.getLogger("tierckpt")
@@ -23,7 +22,7 @@ _log = logging.getLogger("tierckpt")
 class RemoteSlot:
     """Memory of the agent that this process fills."""
 
-    def __init__(self, arena: RemoteArena, number: int, buffer: mmap.mmap, epoch: int) -> None:
+    def __init__(self, arena: RemoteArena, number: int, buffer: _native.Buffer, epoch: int) -> None:
         self._arena: RemoteArena | None = arena
         self.number, self.buffer, self.epoch = number, buffer, epoch
 
@@ -51,7 +50,7 @@ class RemoteArena:
         # The next slot, while they are new: to make and map one takes far longer than to fill it.
         self._ahead: _Ahead | None = None
         self._epoch = -1
-        self._mapped: dict[int, mmap.mmap] = {}
+        self._mapped: dict[int, _native.Buffer] = {}
         #: Layouts that the agent has.
         self._layouts: set[str] = set()
         #: Which agent holds each sealed step.
@@ -98,9 +97,10 @@ class RemoteArena:
             if buffer is None or len(buffer) != capacity:
                 descriptor = reply.take()
                 try:
-                    buffer = self._mapped[number] = map_slot(descriptor, capacity)
+                    buffer = self._mapped[number] = _native.Buffer.of(descriptor, capacity)
                 finally:
                     os.close(descriptor)
+                pin_ahead(buffer)
         return RemoteSlot(self, number, buffer, self._epoch)
 
     def _must_know_agent(self) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import compress
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 from tierckpt import _native
 from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot import fence
+from tierckpt.snapshot.device import Jobs, pin
+from tierckpt.state.devices import HOST
 from tierckpt.state.plan import Split
 
-Memory: TypeAlias = "_native.Buffer | mmap.mmap"
-"""That of a slot, page-aligned."""
+if TYPE_CHECKING:
+    from tierckpt.state.replicas import Sample
 
 
 class LiveSource:
@@ -29,81 +31,131 @@ class LiveSource:
 
     def __init__(self, table: _native.CopyTable, pointers: array[int], size: int, keep: Sequence[object]) -> None:
         self.size = size
-        self._table, self._pointers, self._keep = table, pointers, keep
-
-    def ready(self) -> None:
-        """There is nothing to wait for."""
+        self.table, self.pointers, self._keep = table, pointers, keep
 
     def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
         """Bytes [lo, hi), gathered into ``scratch``."""
         data = memoryview(scratch)[: hi - lo]
-        self._table.gather(self._pointers, lo, hi, data)
+        self.table.gather(self.pointers, lo, hi, data)
         return data
 
-    def stage(self, memory: Memory) -> SlotSource:
-        """Copy everything into ``memory``; from then on the live memory may change."""
-        self._table.gather(self._pointers, 0, self.size, memoryview(memory)[: self.size], COPY_THREADS)
+    def stage(self, memory: _native.Buffer) -> SlotSource:
+        """Copy everything, all of it at the host, into ``memory``; from then on the live memory may change."""
+        self.table.gather(self.pointers, 0, self.size, memoryview(memory)[: self.size], COPY_THREADS)
         return SlotSource(memory, self.size)
 
-    def stage_behind_fence(
+
+class Stager:
+    """One shard, and what is compared with other ranks, on their way out of live memory.
+
+    Args:
+        source: the shard; None if this rank writes none.
+        split: its rows in parts; None if all are at the host and none may be copied late.
+        sample: what is compared; None if nothing is.
+
+    Raises:
+        DeviceError: a GPU refused.
+    """
+
+    def __init__(self, source: LiveSource | None, split: Split | None, sample: Sample | None) -> None:
+        self._source, self._split, self._sample = source, split, sample
+        places = set() if split is None else {part.place for part in split.parts}
+        places |= set() if sample is None else sample.places
+        #: What training has enqueued until now comes first.
+        self._jobs = Jobs(places - {HOST})
+
+    @property
+    def ends_later(self) -> bool:
+        """Whether `copy_behind_fence` has anything to do after it has returned."""
+        return bool(self._jobs) or (self._split is not None and any(part.late for part in self._split.parts))
+
+    def copy(self, memory: _native.Buffer | None) -> SlotSource | None:
+        """Copy everything into ``memory``, None if there is no shard: when this returns all is there."""
+        with self._settled():
+            found = self._now(memory, (False, True))
+            self._jobs.wait()
+        return found
+
+    def copy_behind_fence(
         self,
-        memory: Memory,
-        split: Split,
+        memory: _native.Buffer | None,
         watch: fence.Watch,
-        also: Sequence[Callable[[], None]],
         keep: Sequence[object],
         done: Callable[[], None],
-    ) -> SlotSource:
-        """Copy the first part of ``split`` into ``memory``, and get the second ready, which only optimizers change: it is
-        copied from `SlotSource.begin` on.
+    ) -> tuple[SlotSource | None, fence.Copy]:
+        """Copy what more than optimizers change into ``memory``, and get the rest ready: it is copied from `Copy.start` on.
+        What is on GPUs is only enqueued, before anything that training enqueues later.
 
         Args:
-            watch: tells whether they did so meanwhile.
-            also: what else must be done before they change.
-            keep: the memory of the second part.
+            watch: tells whether the rest has changed meanwhile.
+            keep: the memory of the rest.
             done: called once when all is there, from any thread.
         """
-        into = memoryview(memory)[: self.size]
-        fence.install()
-        now = array("Q", compress(self._pointers, split.now_rows))
-        later = array("Q", compress(self._pointers, split.later_rows))
-        split.now.gather(now, 0, self.size, into, COPY_THREADS)
-        return SlotSource(
-            memory, self.size, fence.Copy(split.later, later, into, watch, also, [self._keep, memory, keep], done)
-        )
+        source, sample = self._source, self._sample
+        with self._settled():
+            found = self._now(memory, (False,))
+            fence.install()
+            tasks: list[Callable[[], None]] = [partial(self._enqueue, place, memory, True) for place in self._jobs]
+            if sample is not None:
+                tasks.append(partial(sample.take, late=True, place=HOST))
+            into, table, pointers = memoryview(b""), None, None
+            if source is not None and memory is not None and self._split is not None:
+                into = memoryview(memory)[: source.size]
+                for part in self._split.parts:
+                    if part.late and part.place == HOST:
+                        table, pointers = part.table, part.pointers(source.pointers)
+            kept = [source, memory, sample, *keep]
+            return found, fence.Copy(table, pointers, into, watch, tasks, kept, done, self._jobs)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """After an error or an interrupt nothing is written any more: the memory goes to somebody else."""
+        try:
+            yield
+        except BaseException:
+            self._jobs.settle()
+            raise
+
+    def _now(self, memory: _native.Buffer | None, late: Sequence[bool]) -> SlotSource | None:
+        """The copies of this thread: GPUs work on theirs while it makes those of the host."""
+        source, sample = self._source, self._sample
+        if self._jobs and memory is not None:
+            pin(memory)
+        for place in self._jobs:
+            for each in late:
+                self._enqueue(place, memory, each)
+        self._jobs.hold()
+        if source is not None and memory is not None:
+            into = memoryview(memory)[: source.size]
+            if self._split is None:
+                source.table.gather(source.pointers, 0, source.size, into, COPY_THREADS)
+            else:
+                for part in self._split.parts:
+                    if part.place == HOST and part.late in late:
+                        pointers = part.pointers(source.pointers)
+                        part.table.gather(pointers, 0, source.size, into, COPY_THREADS)
+        if sample is not None:
+            for each in late:
+                sample.take(late=each, place=HOST)
+        return None if source is None or memory is None else SlotSource(memory, source.size)
+
+    def _enqueue(self, place: int, memory: _native.Buffer | None, late: bool) -> None:
+        source, sample = self._source, self._sample
+        if source is not None and memory is not None and self._split is not None:
+            for part in self._split.parts:
+                if part.place == place and part.late == late:
+                    self._jobs.gather(place, part.table, part.pointers(source.pointers), memory)
+        if sample is not None:
+            sample.take(late=late, place=place, jobs=self._jobs)
+        self._jobs.mark(place)
 
 
 class SlotSource:
-    """A staged shard, or one that is being staged by ``copy``."""
+    """A staged shard."""
 
-    def __init__(self, memory: Memory, size: int, copy: fence.Copy | None = None) -> None:
+    def __init__(self, memory: _native.Buffer, size: int) -> None:
         self.size = size
         self._data = memoryview(memory)
-        self._copy = copy
-
-    def begin(self) -> None:
-        """Let what is copied late be copied."""
-        if self._copy is not None:
-            self._copy.start()
-
-    def end(self) -> None:
-        """Nothing is written to the memory any more."""
-        if self._copy is not None:
-            self._copy.help()
-
-    def ready(self) -> None:
-        """Wait until all of it is there.
-
-        Raises:
-            TornSnapshotError: the state changed while it was copied.
-        """
-        if self._copy is not None:
-            self._copy.wait()
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which training stood at the fence because of it."""
-        return 0.0 if self._copy is None else self._copy.waited
 
     def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
         """Bytes [lo, hi), in the slot."""

@@ -17,7 +17,7 @@ from tierckpt.format.layout import Layout
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
 from tierckpt.snapshot.remote import RemoteSlot
-from tierckpt.snapshot.stager import LiveSource, SlotSource
+from tierckpt.snapshot.stager import LiveSource, SlotSource, Stager
 from tierckpt.state.layout import PLAIN, local
 from tierckpt.state.plan import Split, WritePlan
 from tierckpt.state.planner import Planned, Planner, Prepared, Taken
@@ -77,6 +77,7 @@ class Staging:
         self._live: tuple[Planned, Prepared] | None = planned, prepared
         self._source: LiveSource | SlotSource | None = None
         self._slot: AnySlot | None = None
+        self._copy: fence.Copy | None = None
         if self._plan.header is not None:
             assert prepared.table is not None
             keep = [*prepared.keep, taken]
@@ -92,25 +93,25 @@ class Staging:
         assert self._live is not None
         assert self._memory is not None
         planned, prepared = self._live
-        sample, split, taken = self._sample, prepared.split, planned.taken
+        split, taken = prepared.split, planned.taken
         source, self._live = self._source, None
-        if isinstance(source, LiveSource):
+        assert not isinstance(source, SlotSource)
+        stager = Stager(source, split, self._sample)
+        memory = None
+        if source is not None:
             slot = self._slot = self._memory.acquire(source.size)
-            if overlap and split is not None:
-                if sample is not None:
-                    sample.take(lambda name: name not in taken.optimizer_storages)
-                also = [] if sample is None else [sample.take]
-                # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
-                keep = [tensor.untyped_storage() for tensor in _late(split, taken)]
-                # Known before it begins: an interrupt must not leave a copy that nobody waits for.
-                late = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
-                self._source = late
-                late.begin()
-                return
-            self._source = source.stage(slot.buffer)
-        if sample is not None:
-            sample.take()
-        done()
+            memory = slot.buffer
+        if not overlap or not stager.ends_later:
+            self._source = stager.copy(memory)
+            done()
+            return
+        # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
+        late = [] if split is None else list(_late(split, taken))
+        keep: list[object] = [tensor.untyped_storage() for tensor in late]
+        watch = fence.Watch(list, ()) if split is None else _watch(split, taken)
+        # Known before it begins: an interrupt must not leave a copy that nobody waits for.
+        self._source, self._copy = stager.copy_behind_fence(memory, watch, keep, done)
+        self._copy.start()
 
     def fail(self, error: Exception) -> None:
         """This rank could not stage its part. The others hear of it where the drains meet, and of what its state looks like."""
@@ -120,7 +121,7 @@ class Staging:
     @property
     def waited(self) -> float:
         """Seconds for which training stood at the fence because of it."""
-        return self._source.waited if isinstance(self._source, SlotSource) else 0.0
+        return 0.0 if self._copy is None else self._copy.waited
 
     def ready(self) -> bytes:
         """Wait until all is there; what the other ranks have to know of it.
@@ -131,8 +132,8 @@ class Staging:
         mine = offer(self._description, self._layout)
         if self._failure is not None:
             return json.dumps([mine.layout, mine.description, None, True]).encode()
-        if self._source is not None:
-            self._source.ready()
+        if self._copy is not None:
+            self._copy.wait()
         summary = None if self._sample is None else self._sample.summary()
         return json.dumps([mine.layout, mine.description, summary, False]).encode()
 
@@ -253,8 +254,8 @@ class Staging:
 
     def release(self, durable: bool) -> None:
         """Nothing more is written of it; ``durable``: it is committed."""
-        if isinstance(self._source, SlotSource):
-            self._source.end()
+        if self._copy is not None:
+            self._copy.end()
         slot, self._slot = self._slot, None
         self._source = self._live = self._sample = None
         sealed, self._sealed = self._sealed, False

@@ -183,17 +183,6 @@ def destination(box: Box, tensor: torch.Tensor, *, name: str) -> Destination:
     return Destination(box, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor)
 
 
-def host(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A CPU tensor whose memory holds the values of ``tensor``, and whether that is the live memory itself.
-
-    Lazily conjugated or negated views and tensors on other devices are copied, in row-major order; strided
-    views are left as they are.
-    """
-    if is_live(tensor):
-        return tensor, True
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu(), False
-
-
 def is_live(tensor: torch.Tensor) -> bool:
     """Whether the CPU can read the values of ``tensor`` where they are."""
     return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
@@ -201,14 +190,12 @@ def is_live(tensor: torch.Tensor) -> bool:
 
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
     """Whether this is a tensor with elements whose memory has its values, all of them, in row-major order without gaps."""
-    return (
-        type(value) in PLAIN
-        and value.is_cpu  # type: ignore[attr-defined]
-        and value.is_contiguous()  # type: ignore[attr-defined]
-        and value.nbytes > 0  # type: ignore[attr-defined]
-        and not value.is_conj()  # type: ignore[attr-defined]
-        and not value.is_neg()  # type: ignore[attr-defined]
-    )
+    return type(value) in PLAIN and is_live(value) and is_contiguous(value)  # type: ignore[arg-type]
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, in row-major order without gaps."""
+    return tensor.is_contiguous() and tensor.nbytes > 0
 
 
 def local(value: Value) -> list[torch.Tensor]:

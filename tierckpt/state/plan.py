@@ -10,11 +10,7 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from math import prod
-from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
-
-import numpy
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierckpt.errors import LayoutError
 from tierckpt.format import blob as blobs
@@ -26,8 +22,9 @@ from tierckpt.format.layout import Entry, Layout
 from tierckpt.format.layout_plan import PLAN_DEPTH, Tree, ranges
 from tierckpt.state import balance
 from tierckpt.state.description import Description, local_description, read
-from tierckpt.state.layout import PLAIN, Described, host, is_dense, is_live, local
-from tierckpt.tiers.rows import Rows, strides
+from tierckpt.state.devices import HOST
+from tierckpt.state.layout import Described
+from tierckpt.state.rows import LocalRows, Part, Places, Wanted, parts
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -278,7 +275,7 @@ class WritePlan:
     """What one rank writes: its shard as rows of a copy table, in the order of the shard.
 
     ``header``: of the shard; None when this rank writes nothing. ``blob``: the capacity of the blob in
-    bytes; None when there is none. The first row is the header, then come the pieces, the last is the blob.
+    bytes; None when there is none. The first rows are the pieces, then come the header and the blob.
     """
 
     def __init__(self, layout: Layout, rank: int, described: Mapping[str, Described], blob: int | None = None) -> None:
@@ -298,12 +295,7 @@ class WritePlan:
                 raise LayoutError(f"rank {rank} stores values, but was given none")
             self.blob = blobs.capacity(blob)
         self.header: shard.Header | None = None
-        self._rows = Rows()
-        # Of the tensors whose pieces the rows are: equal shapes, strides and dtypes are the same objects.
-        self._names: list[str] = []
-        self._numbers: list[int] = []
-        self._forms: list[_Form] = []
-        # Of those that are not all of the only local tensor: the box, and the number of the local piece that has it.
+        # Of pieces that are not all of the only local tensor: the box, and the number of the local piece that has it.
         inside: dict[tuple[str, int], tuple[Box, int]] = {}
         places: dict[str, dict[Box, int]] = {}
         pieces: list[shard.Piece] = []
@@ -326,41 +318,12 @@ class WritePlan:
             return
         self.header = shard.build(pieces, layout=self.layout_hash, rank=rank, blob=self.blob)
         self._head = array("B", self.header.data)
+        self._local = LocalRows(described, _wanted(self.header, inside))
+        #: In the order of the table: the local tensors, the header, the blob.
+        self._rows = self._local.rows
         self._rows.runs([0], [self.header.header_size], [0])
-        self._add(described, inside)
         if self.blob is not None:
             self._rows.runs([self.header.offsets[-1]], [self.blob], [0])
-
-    def _add(self, described: Mapping[str, Described], inside: Mapping[tuple[str, int], tuple[Box, int]]) -> None:
-        """The rows of all pieces: first those of dense tensors, which are many and simple, then the others."""
-        assert self.header is not None
-        known: dict[_Form, _Form] = {}
-        offsets, sizes, others = [], [], []
-        for piece, offset in zip(self.header.pieces, self.header.offsets, strict=False):
-            name, k, _, _ = piece
-            box, number = inside.get((name, k), (None, 0)) if inside else (None, 0)
-            held, tensor = described[name].pieces[number]
-            dense = is_dense(tensor)
-            form = (tensor.shape, tensor.stride(), tensor.dtype, dense or is_live(tensor))
-            form = known.setdefault(form, form)
-            if dense and (box is None or box == held):
-                offsets.append(offset)
-                sizes.append(tensor.nbytes)
-                self._names.append(name)
-                self._numbers.append(number)
-                self._forms.append(form)
-            else:
-                others.append((name, number, form, offset, box or held, held))
-        self._rows.runs(offsets, sizes, [0] * len(sizes))
-        for name, number, form, offset, box, held in others:
-            item = form[2].itemsize
-            # What `host` copies is in row-major order.
-            steps = [item * n for n in form[1]] if form[3] else strides(held.size, item)
-            # The pointers of the rows are the distances from the first element of the local tensor.
-            self._rows.add(offset, item, box, box, held, 0, steps)
-            self._names.append(name)
-            self._numbers.append(number)
-            self._forms.append(form)
 
     @property
     def size(self) -> int:
@@ -372,26 +335,25 @@ class WritePlan:
         return self._rows.table()
 
     def split(self, names: Container[str]) -> Split | None:
-        """The rows in two parts: those of the tensors ``names``, where the live memory itself is copied, and the others.
-
-        None if the former are none.
-        """
-        live = [name in names and form[3] for name, form in zip(self._names, self._forms, strict=True)]
-        if not any(live):
+        """The rows in parts: by where their memory is, and apart those of the tensors ``names``, where the live memory itself is
+        copied. None if all is at the host and none are such."""
+        if self.header is None:
             return None
-        later = [False, *live, *[False] * (self.blob is not None)]
-        now = [not row for row in later]
-        chosen = list(compress(self._names, live))
+        others = len(self._rows.pointers) - len(self._local)
+        late = self._local.late(names)
+        places = [*self._local.places(), *[HOST] * others]
+        if not any(late) and set(places) == {HOST}:
+            return None
+        chosen = list(compress(self._local.names, late))
         counts = [name for name in chosen if name.endswith("/step")]
-        return Split(self._rows.table(now), self._rows.table(later), now, later, chosen, counts)
+        return Split(parts(self._rows, places, [*late, *[False] * others]), chosen, counts)
 
     def pointers(self, tensors: Mapping[str, Value], blob: bytes | None = None) -> tuple[array[int], list[object]]:
         """The address of the first element of each row as it is now, and what must be kept alive while they
         are used.
 
         ``tensors``: the live values, by name; ``blob``: the encoded values, not padded. Tensors whose
-        memory does not hold their values (other devices, lazily conjugated or negated views) are copied to
-        memory of their own.
+        values our engine cannot read where they are are copied to memory of their own.
 
         Raises ``LayoutError`` naming a tensor that is not there any more or has other shape, strides or
         dtype than when this was planned, and for a blob that has outgrown its capacity: then it must be
@@ -399,86 +361,54 @@ class WritePlan:
         """
         if self.header is None:
             return array("Q"), []
-        keep: list[object] = [self._head]
-        found = array("Q", [self._head.buffer_info()[0]])
-        append = found.append
-        lists: dict[str, list[torch.Tensor]] = {}
-        for name, number, (shape, stride, dtype, was_live) in zip(self._names, self._numbers, self._forms, strict=True):
-            value = tensors.get(name)
-            if value is None:
-                raise LayoutError(f"{name}: it is not in the state any more; plan anew")
-            if type(value) in PLAIN:
-                tensor = cast(torch.Tensor, value)
-            else:
-                if name not in lists:
-                    lists[name] = local(value)
-                tensor = lists[name][number]
-            memory, live = host(tensor)
-            if tensor.shape != shape or tensor.stride() != stride or tensor.dtype != dtype or live != was_live:
-                raise LayoutError(
-                    f"{name}: planned as {dtype} {list(shape)} with strides {list(stride)}, now it is "
-                    f"{tensor.dtype} {list(tensor.shape)} with {list(tensor.stride())}; plan anew"
-                )
-            if not live:
-                keep.append(memory)
-            append(memory.data_ptr())
-        found.extend(self._padded(blob, keep))
-        return array("Q", map(add, found, self._rows.pointers)), keep
+        found, keep = self._local.pointers(tensors)
+        self._finish(found, blob, keep)
+        return found, keep
 
-    def places(self, rows: Mapping[tuple[str, int], int]) -> Places:
-        """For `pointers_at`: where in a column of addresses those of the rows stand.
-
-        ``rows``: the index of each local tensor, by name and by its number in ``Described.pieces``.
-        """
-        numbers = [rows[key] for key in zip(self._names, self._numbers, strict=True)]
-        first = 0 if self.header is None else 1
-        steps = numpy.array(self._rows.pointers[first : first + len(numbers)], dtype=numpy.uint64)
-        return numpy.array(numbers, dtype=numpy.int64), steps
+    def places(self, rows: Mapping[tuple[str, int], int]) -> Places | None:
+        """For `pointers_at`; see `LocalRows.at`."""
+        return None if self.header is None else self._local.at(rows)
 
     def pointers_at(
-        self, addresses: array[int], places: Places, blob: bytes | None = None
+        self, addresses: array[int], places: Places | None, blob: bytes | None = None
     ) -> tuple[array[int], list[object]]:
-        """The same as `pointers` for tensors that look as they did when this was planned, from their addresses.
+        """The same as `pointers`, of tensors that are known to look as they did.
 
         Raises ``LayoutError`` for a blob that has outgrown its capacity.
         """
-        if self.header is None:
+        if self.header is None or places is None:
             return array("Q"), []
-        numbers, steps = places
-        keep: list[object] = [self._head]
-        found = array("Q", [self._head.buffer_info()[0]])
-        found.frombytes((numpy.frombuffer(addresses, dtype=numpy.uint64)[numbers] + steps).tobytes())
-        found.extend(self._padded(blob, keep))
+        keep: list[object] = []
+        found = self._local.pointers_at(addresses, places)
+        self._finish(found, blob, keep)
         return found, keep
 
-    def _padded(self, blob: bytes | None, keep: list[object]) -> list[int]:
-        """The address of the padded blob, if there is one."""
+    def _finish(self, found: array[int], blob: bytes | None, keep: list[object]) -> None:
+        """The addresses of the header and of the padded blob, if there is one."""
+        found.append(self._head.buffer_info()[0])
+        keep.append(self._head)
         if self.blob is None:
-            return []
+            return
         if blob is None or blobs.capacity(len(blob)) != self.blob:
             raise LayoutError(f"{len(blob or b'')} bytes of values do not belong into {self.blob}; plan anew")
         padded = array("B", blobs.pad(blob, self.blob))
         keep.append(padded)
-        return [padded.buffer_info()[0]]
+        found.append(padded.buffer_info()[0])
 
 
-Places: TypeAlias = "tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]"
-"""For each row of a piece the index of an address, and the bytes from there to its first element."""
+def _wanted(header: shard.Header, inside: Mapping[tuple[str, int], tuple[Box, int]]) -> Iterator[Wanted]:
+    """The rows of a header's pieces."""
+    for (name, k, _, _), offset in zip(header.pieces, header.offsets, strict=False):
+        box, number = inside.get((name, k), (None, 0)) if inside else (None, 0)
+        yield Wanted(name, number, offset, box)
 
 
 class Split(NamedTuple):
-    """The tables of two parts of a plan's rows, and which rows they are.
+    """The parts of a plan's rows.
 
-    ``names``: of the tensors of the second part. ``counts``: those that count an optimizer's steps.
+    ``names``: of the tensors that may be copied late. ``counts``: those that count an optimizer's steps.
     """
 
-    now: _native.CopyTable
-    later: _native.CopyTable
-    now_rows: list[bool]
-    later_rows: list[bool]
+    parts: list[Part]
     names: list[str]
     counts: list[str]
-
-
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
-"""Shape, strides, dtype, and whether the memory itself is copied."""

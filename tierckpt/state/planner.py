@@ -17,13 +17,15 @@ from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
 from tierckpt.state import live
 from tierckpt.state.description import Description
+from tierckpt.state.devices import gpus
 from tierckpt.state.flat import flat_of
 from tierckpt.state.layout import Described, Describer
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
-from tierckpt.state.plan import Places, Split, WritePlan, compose_read, local_description, read_all
+from tierckpt.state.plan import Split, WritePlan, compose_read, local_description, read_all
 from tierckpt.state.recall import Recall, Recalled
 from tierckpt.state.replicas import Replicas, Sample
+from tierckpt.state.rows import Places
 from tierckpt.state.settle import Settlement, encode_values, own_layout
 
 if TYPE_CHECKING:
@@ -50,12 +52,17 @@ class Planned:
     sample: Sample | None
     taken: Taken
 
+    @property
+    def has_devices(self) -> bool:
+        """Whether some of what is compared is in memory of devices."""
+        return self.sample is not None and any(place >= 0 for place in self.sample.places)
+
 
 @dataclass
 class Prepared:
     """One save of one rank, ready to be copied.
 
-    ``split``: the rows that may be copied while training goes on, and the others; None if there are none of the former.
+    ``split``: the rows in parts, some of which may be copied while training goes on; None if all are at the host and none may.
     ``table``, ``pointers``: None when this rank writes nothing. ``keep``: what must stay alive while the pointers are
     used. ``total``: bytes that all ranks write, roughly.
     """
@@ -66,6 +73,11 @@ class Prepared:
     keep: list[object]
     total: int
     split: Split | None
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether some of what is written is in memory of devices."""
+        return self.split is not None and any(part.place >= 0 for part in self.split.parts)
 
 
 @dataclass
@@ -116,6 +128,7 @@ class Planner:
         self._split: Split | None = None
         self._total = 0
         self._recall: tuple[Recall, Said, list[bool]] | None = None
+        self._changes = gpus.changes
         # The recall whose tensors look as the plan wants them, and where it has their addresses.
         self._fits: Recall | None = None
         self._places: Places | None = None
@@ -148,7 +161,7 @@ class Planner:
 
     def _planned(self, told: list[bytes], layout: Layout | None, taken: Taken) -> Planned:
         assert self._replicas is not None
-        sample = self._replicas.sample(self._turn, taken.described, taken.encoded)
+        sample = self._replicas.sample(self._turn, taken)
         return Planned(told, layout, self._replicas, sample, taken)
 
     @property
@@ -204,6 +217,8 @@ class Planner:
         return Prepared(plan, plan.table(), pointers, keep, plan.size * self._group.size, split)
 
     def _take_apart(self, state: Any) -> Taken:
+        if self._changes != gpus.changes:
+            self._changes, self._recall, self._plan = gpus.changes, None, None
         if self._recall is not None:
             recall, said, replayed = self._recall
             found = recall.again(state)
@@ -267,7 +282,7 @@ class Planner:
         if plan is not None:
             try:
                 pointers, keep = self._pointers(plan, taken, blob)
-                if storages != self._storages:
+                if storages is not self._storages and storages != self._storages:
                     self._storages, self._split = storages, plan.split(storages)
                 return plan, self._table, pointers, keep, self._split
             except LayoutError:

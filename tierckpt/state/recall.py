@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from tierckpt import _native
 from tierckpt.format.boxes import Box
 from tierckpt.state import arrays, live, modules, optimizers
+from tierckpt.state.devices import COPIED, place
 from tierckpt.state.flat import Flat
 from tierckpt.state.layout import Described
 from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch
@@ -143,9 +144,9 @@ class Recall:
     def of(cls, root: Node, flat: Flat, described: Mapping[str, Described]) -> Recall | None:
         """Of a state as it is now: its live tree, what was made of that, and its tensors described.
 
-        None for what cannot be found again: tensor subclasses that are taken apart, tensors that do not lie in CPU memory
-        as they are (other devices, lazily conjugated or negated), ``ShardedTensor``, FSDP1, modules with state
-        dicts of their own, and some rare forms of containers.
+        None for what cannot be found again: tensor subclasses that are taken apart, tensors that torch has to copy
+        (`tierckpt.state.devices.place`), ``ShardedTensor``, FSDP1, modules with state dicts of their own, and some rare forms of
+        containers.
         """
         try:
             recall = cls(root, flat, described)
@@ -191,6 +192,8 @@ class Recall:
             for number, tensor in enumerate(_local_tensors(value)):
                 if type(tensor) not in PLAIN:
                     raise _Unknown(f"a {type(tensor).__name__} inside of a tensor")
+                if place(tensor) == COPIED:
+                    raise _Unknown("values that are not in memory as they are")
                 # Those with elements, in the same order.
                 piece = len(boxes)
                 has_piece = piece < len(pieces) and pieces[piece][1] is tensor

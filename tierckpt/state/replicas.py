@@ -8,26 +8,33 @@ Of listed pieces a layout knows only who writes them, so of these the ranks tell
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-import torch
+import numpy
 from blake3 import blake3
 
+from tierckpt import _native
 from tierckpt.format import canonical, shard
-from tierckpt.format.boxes import Box, whole
+from tierckpt.format.boxes import Box
 from tierckpt.format.canonical import JSON
-from tierckpt.format.digest import CHUNK, derive
+from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
 from tierckpt.format.layout_plan import ranges
 from tierckpt.state.description import Description
-from tierckpt.state.layout import Described, host
+from tierckpt.state.devices import HOST, can_fingerprint
+from tierckpt.state.layout import Described
 from tierckpt.state.naming import readable
-from tierckpt.tiers.rows import Rows
+from tierckpt.state.rows import LocalRows, Part, Places, Wanted, parts
 
 if TYPE_CHECKING:
     from tierckpt.group import Group
+    from tierckpt.state.planner import Taken
+    from tierckpt.state.recall import Recall
 
 #: Bytes of this rank's part of a tensor up to which it is compared at every save.
 SMALL = 64 << 10
@@ -48,43 +55,105 @@ class Shared(NamedTuple):
     held: dict[int, list[tuple[str, Box | None]]]
 
 
+class Jobs(Protocol):
+    """Takes fingerprints of what is in memory of devices."""
+
+    def fingerprint(self, place: int, table: _native.CopyTable, pointers: array[int]) -> Callable[[], bytes]:
+        """Have those of a table taken; what is returned gives them once all that was enqueued is done."""
+
+
+class Selection:
+    """The pieces that are compared in one turn.
+
+    Args:
+        described: what this rank holds.
+        wanted: for each set of ranks that hold the same, its number and (name, box) of the pieces, as in `Shared`.
+        late: names of tensors that only optimizers change.
+    """
+
+    def __init__(
+        self,
+        described: Mapping[str, Described],
+        wanted: Mapping[int, Sequence[tuple[str, Box | None]]],
+        late: Container[str],
+    ) -> None:
+        held = {number: list(_held(described, names)) for number, names in wanted.items()}
+        rows, at = [], 0
+        for name, piece in dict.fromkeys(chain.from_iterable(held.values())):
+            rows.append(Wanted(name, piece, at, None))
+            at += described[name].pieces[piece][1].nbytes
+        local = self.local = LocalRows(described, rows)
+        places = local.places()
+        self.parts = parts(local.rows, places, local.late(late))
+        #: Whether some of them cannot be looked at where they are.
+        self.blind = any(place >= 0 and not can_fingerprint(place) for place in places)
+        where = {key: row for row, key in enumerate(zip(local.names, local.numbers, strict=True))}
+        #: By set, the names of its pieces and their rows.
+        self.sets = {
+            number: ([name for name, _ in keys], numpy.array([where[key] for key in keys], dtype=numpy.int64))
+            for number, keys in held.items()
+        }
+
+
 class Sample:
     """What one rank holds of what is to be compared, as it was when it saved.
 
     Args:
         turn: which of the large tensors take part.
-        held: by the number of the set of ranks that hold the same, the pieces that take part.
+        selection: the pieces that take part.
+        pointers: their addresses.
+        keep: what must stay alive while these are used.
         values: encoded, if they are to be compared.
     """
 
     def __init__(
-        self, turn: int, held: Mapping[int, Sequence[tuple[str, torch.Tensor]]], values: Mapping[str, JSON] | None
+        self,
+        turn: int,
+        selection: Selection,
+        pointers: array[int],
+        keep: Sequence[object],
+        values: Mapping[str, JSON] | None,
     ) -> None:
-        self.turn, self._held, self._values = turn, held, values
-        self._kept: dict[int, bytearray] = {}  # by id: bytes of the small ones
-        self._digests: dict[int, str] = {}
+        self.turn, self._selection, self._values = turn, selection, values
+        self._keep: Sequence[object] = keep
+        every = [] if selection.blind else selection.parts
+        self._pointers = {i: part.pointers(pointers) for i, part in enumerate(every)}
+        self._prints = numpy.zeros((len(selection.local), 2), dtype=numpy.uint64)
+        self._coming: list[tuple[Part, Callable[[], bytes]]] = []
 
-    def take(self, chosen: Callable[[str], bool] = lambda name: True) -> None:
-        """Look at those of the tensors that are ``chosen`` and were not looked at before."""
-        for held in self._held.values():
-            for name, tensor in held:
-                if id(tensor) in self._kept or id(tensor) in self._digests or not chosen(name):
-                    continue
-                if tensor.nbytes <= SMALL:
-                    # Hashing each by itself would take longer than keeping them until all have compared the sum.
-                    self._kept[id(tensor)] = _bytes(tensor)
-                else:
-                    self._digests[id(tensor)] = _digest(tensor)
+    @property
+    def places(self) -> set[int]:
+        """Where what is still to be taken is."""
+        return {self._selection.parts[i].place for i in self._pointers}
+
+    def take(self, *, late: bool, place: int, jobs: Jobs | None = None) -> None:
+        """Look at what is at ``place`` and was not looked at before; ``late``: at what only optimizers change."""
+        for i, part in enumerate(self._selection.parts):
+            if part.place != place or part.late != late or i not in self._pointers:
+                continue
+            pointers = self._pointers.pop(i)
+            if place == HOST:
+                self._put(part, _native.fingerprints(part.table, pointers))
+            else:
+                assert jobs is not None
+                self._coming.append((part, jobs.fingerprint(place, part.table, pointers)))
+
+    def _put(self, part: Part, prints: bytes) -> None:
+        self._prints[numpy.array(part.rows)] = numpy.frombuffer(prints, dtype=numpy.uint64).reshape(-1, 2)
 
     def summary(self) -> JSON:
-        """What ranks tell each other: the turn, for each set one digest of all that it shares, and one of the values."""
-        self.take()
+        """What ranks tell each other: the turn, for each set one digest of all that it shares, and one of the values.
+
+        What is at the host and was not taken is taken now.
+        """
+        for late in (False, True):
+            self.take(late=late, place=HOST)
+        for part, prints in self._coming:
+            self._put(part, prints())
+        self._coming, self._keep = [], ()
         found: dict[str, JSON] = {}
-        for number, held in self._held.items():
-            hasher = blake3()
-            for _, tensor in held:
-                hasher.update(self._kept.get(id(tensor)) or self._digests[id(tensor)].encode())
-            found[str(number)] = hasher.hexdigest()
+        for number, (_, rows) in self._selection.sets.items():
+            found[str(number)] = None if self._selection.blind else blake3(self._prints[rows].tobytes()).hexdigest()
         if self._values is not None:
             found["values"] = _value_digest(list(self._values.items()))
         return [self.turn, found]
@@ -94,10 +163,9 @@ class Sample:
         found: dict[str, dict[str, str]] = {}
         for number in suspects:
             each = found[str(number)] = {}
-            for name, tensor in self._held.get(number, ()):
-                kept = self._kept.get(id(tensor))
-                digest = self._digests[id(tensor)] if kept is None else blake3(kept).hexdigest()
-                each[name] = each.get(name, "") + digest[:16]
+            names, rows = self._selection.sets.get(number, ((), ()))
+            for name, row in zip(names, rows, strict=True):
+                each[name] = each.get(name, "") + self._prints[row].tobytes().hex()
         if with_values:
             values = self._values or {}
             found["values"] = {name: _value_digest([(name, value)])[:16] for name, value in values.items()}
@@ -113,19 +181,31 @@ class Replicas:
 
     def __init__(self, layout: Layout, rank: int, said: Sequence[tuple[Description, Sequence[int]]]) -> None:
         self._layout = layout
-        self._selected: dict[int, dict[int, list[tuple[str, Box | None]]]] = {}
+        self._kept: dict[int, _Kept] = {}
         self._shared = _shared(layout, rank, said)
         self._trees = [tree for tree in layout.trees if sum(b + 1 - a for a, b in tree.ranks) > 1]
 
-    def sample(self, turn: int, described: Mapping[str, Described], values: Mapping[str, JSON]) -> Sample | None:
+    def sample(self, turn: int, taken: Taken) -> Sample | None:
         """What this rank is to compare in this save; None if no ranks have anything in common."""
         if not self._shared.sets and not self._trees:
             return None
-        held = {
-            number: [(name, tensor) for name, box in wanted for tensor in _pieces(described, name, box)]
-            for number, wanted in self._due(turn % TURNS).items()
-        }
-        return Sample(turn % TURNS, held, values if self._trees else None)
+        turn %= TURNS
+        kept, found = self._kept.get(turn), taken.found
+        if (
+            kept is None
+            or found is None
+            or kept.recall is not taken.recall
+            or kept.late is not taken.optimizer_storages
+        ):
+            selection = Selection(taken.described, self._due(turn), taken.optimizer_storages)
+            self._kept[turn] = kept = _Kept(selection, taken.recall, taken.optimizer_storages)
+            pointers, keep = selection.local.pointers(taken.tensors)
+        else:
+            assert taken.recall is not None
+            if kept.places is None:
+                kept.places = kept.selection.local.at(taken.recall.places)
+            pointers, keep = kept.selection.local.pointers_at(found.addresses, kept.places), []
+        return Sample(turn, kept.selection, pointers, [*keep, taken], taken.encoded if self._trees else None)
 
     def compare(self, group: Group, what: str, mine: Sample | None, told: Sequence[JSON]) -> list[str]:
         """A line for each thing that differs, naming it and the ranks. Collective if anything does.
@@ -147,21 +227,19 @@ class Replicas:
 
     def _due(self, turn: int) -> dict[int, list[tuple[str, Box | None]]]:
         """By set, the pieces to compare in this turn."""
-        found = self._selected.get(turn)
-        if found is None:
-            layout, numbers = self._layout, self._layout.numbers
-            found = self._selected[turn] = {}
-            for number, held in self._shared.held.items():
-                for name, box in held:
-                    i = numbers[name]
-                    size = shard.dtype(layout.dtype(i)).size
-                    # The largest box of a cut, so that all ranks decide alike.
-                    part = prod(layout.shape(i)) * size if box is None else prod(box.size) * size
-                    cut = layout.cut(i)
-                    if cut is not None:
-                        part = part * cut.replicas // cut.mesh.size
-                    if 0 < part <= SMALL or i % TURNS == turn:
-                        found.setdefault(number, []).append((name, box))
+        layout, numbers = self._layout, self._layout.numbers
+        found: dict[int, list[tuple[str, Box | None]]] = {}
+        for number, held in self._shared.held.items():
+            for name, box in held:
+                i = numbers[name]
+                size = shard.dtype(layout.dtype(i)).size
+                # The largest box of a cut, so that all ranks decide alike.
+                part = prod(layout.shape(i)) * size if box is None else prod(box.size) * size
+                cut = layout.cut(i)
+                if cut is not None:
+                    part = part * cut.replicas // cut.mesh.size
+                if 0 < part <= SMALL or i % TURNS == turn:
+                    found.setdefault(number, []).append((name, box))
         return found
 
     def _lines(
@@ -177,6 +255,16 @@ class Replicas:
             for name in listings[ranks[0]]["values"]:
                 lines += _line(name, ranks, [listings[rank]["values"].get(name) for rank in ranks])
         return lines
+
+
+@dataclass
+class _Kept:
+    """A selection, what it was made of, and where its tensors are among those that the recall finds."""
+
+    selection: Selection
+    recall: Recall | None
+    late: Container[str]
+    places: Places | None = None
 
 
 def _shared(layout: Layout, rank: int, said: Sequence[tuple[Description, Sequence[int]]]) -> Shared:
@@ -223,8 +311,9 @@ def _shared(layout: Layout, rank: int, said: Sequence[tuple[Description, Sequenc
     return Shared([list(ranks) for ranks in sets], held)
 
 
-def _differ(ranks: Sequence[int], summaries: Sequence[Mapping[str, str]], key: str) -> bool:
-    return len({summaries[rank].get(key) for rank in ranks}) > 1
+def _differ(ranks: Sequence[int], summaries: Sequence[Mapping[str, str | None]], key: str) -> bool:
+    told = {summaries[rank].get(key) for rank in ranks}
+    return len(told) > 1 and None not in told  # some rank could not look
 
 
 def _members(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -244,37 +333,14 @@ def _line(name: str, ranks: Sequence[int], digests: Sequence[str | None]) -> lis
     return [f"{readable(name)}: ranks {told} hold different replicas"]
 
 
-def _pieces(described: Mapping[str, Described], name: str, box: Box | None) -> list[torch.Tensor]:
-    """This rank's piece of a tensor that is this box, or the only one; none if it has no elements here."""
-    found = described.get(name)
-    return [] if found is None else [tensor for own, tensor in found.pieces if box is None or own == box]
+def _held(described: Mapping[str, Described], wanted: Iterable[tuple[str, Box | None]]) -> Iterator[tuple[str, int]]:
+    """Name and number of this rank's pieces that are these boxes, or the only ones; none where it has no elements."""
+    for name, box in wanted:
+        found = described.get(name)
+        for number, (own, _) in enumerate(found.pieces if found is not None else ()):
+            if box is None or own == box:
+                yield name, number
 
 
 def _value_digest(items: Sequence[tuple[str, JSON]]) -> str:
     return derive("values", canonical.encode([list(item) for item in items])).hex()
-
-
-def _bytes(tensor: torch.Tensor) -> bytearray:
-    """The bytes of a tensor, in row-major order."""
-    data = bytearray(tensor.nbytes)
-    _gather(tensor, 0, data)
-    return data
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """A digest of the same bytes."""
-    hasher = blake3()
-    window = bytearray(min(tensor.nbytes, CHUNK))
-    for lo in range(0, tensor.nbytes, CHUNK):
-        data = memoryview(window)[: min(CHUNK, tensor.nbytes - lo)]
-        _gather(tensor, lo, data)
-        hasher.update(data)
-    return hasher.hexdigest()
-
-
-def _gather(tensor: torch.Tensor, lo: int, into: bytearray | memoryview) -> None:
-    memory = host(tensor)[0]
-    rows = Rows()
-    box, item = whole(tuple(memory.shape)), memory.element_size()
-    rows.add(0, item, box, box, box, memory.data_ptr(), [item * n for n in memory.stride()])
-    rows.table().gather(rows.pointers, lo, lo + len(into), into)
