@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,10 +33,12 @@ std::condition_variable changed;
 int failures = 0;                                    // rules that were broken
 std::string broken;                                  // which one was first
 std::map<std::string, std::pair<int, int>> failing;  // call -> (how many succeed before, code)
+unsigned delay = 0;                                  // microseconds before each piece of work, at most
 int sticky = 0;                                      // what every call returns once the device has failed
 std::map<uintptr_t, size_t> pinned;
 std::vector<void*> contexts;
 thread_local std::vector<void*> current;
+std::atomic<void*> newest{nullptr};  // the stream that was created last
 
 int breaks(const char* rule) {
   const std::lock_guard<std::mutex> guard(lock);
@@ -77,13 +80,16 @@ struct Stream {
   }
 
   void run() {
+    std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
     std::unique_lock<std::mutex> guard(lock);
     while (true) {
       changed.wait(guard, [this] { return open && !work.empty(); });
       auto next = std::move(work.front());
       work.pop_front();
       running = true;
+      const unsigned most = delay;
       guard.unlock();
+      if (most > 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
       next();
       guard.lock();
       running = false;
@@ -161,6 +167,7 @@ API int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
   ENTER("cuStreamCreateWithPriority");
   if (flags != 1) return breaks("a stream that waits for the default stream");
   *stream = new Stream;
+  newest = *stream;
   return needs_context();
 }
 API int cuStreamIsCapturing(void* stream, int* status) {
@@ -185,9 +192,10 @@ API int cuEventRecord(void* handle, void* stream) {
     const std::lock_guard<std::mutex> guard(lock);
     number = ++event->recorded;
   }
-  on->put([event, number] {
+  on->put([event, number, on] {
     const std::lock_guard<std::mutex> guard(lock);
     if (event->reached < number) event->reached = number;
+    on->running = false;  // whoever waits for the event finds the stream idle
     changed.notify_all();
   });
   return 0;
@@ -304,6 +312,12 @@ API void test_add(void* stream, float* at, size_t count, float value) {
     for (size_t i = 0; i < count; ++i) at[i] += value;
   });
 }
+// The stream that the project has created last: that of its copies.
+API void* test_newest() { return newest; }
+API void test_delay(unsigned most) {
+  const std::lock_guard<std::mutex> guard(lock);
+  delay = most;
+}
 API void test_open(void* stream, bool open) {
   const std::lock_guard<std::mutex> guard(lock);
   stream_of(stream)->open = open;
@@ -347,3 +361,4 @@ API size_t test_pinned() {
   const std::lock_guard<std::mutex> guard(lock);
   return pinned.size();
 }
+API bool test_is_pinned(uintptr_t address) { return is_pinned(address, 1); }
