@@ -119,9 +119,13 @@ def training(root: Path, rounds: int) -> list[Line]:
     it = Training()
     for _ in range(5):
         it.step()
-    plain, saved, returned, fence = [], [], [], []
+    plain: list[float] = []
+    saved: list[float] = []
+    returned: list[float] = []
+    fence: list[float] = []
     count, number = 10, 0
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
     with Checkpointer(root / "training", tiers=ONLY_RAM) as ckpt:
         for _ in range(5):
             ckpt.save(number, it.state).wait()

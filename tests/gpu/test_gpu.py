@@ -109,6 +109,10 @@ VIEWS = {
 }
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().resolve_conj().reshape(-1).view(torch.uint8)
+
+
 def test_every_kind_of_tensor_arrives(tmp_path: Path) -> None:
     state = {name: make() for name, make in VIEWS.items()}
     assert place(state["many dimensions"]) == place(state["conjugate"]) == COPIED
@@ -121,11 +125,11 @@ def test_every_kind_of_tensor_arrives(tmp_path: Path) -> None:
     for root in (tmp_path / "s", tmp_path / "sync"):
         found = tierckpt.read(root)
         for name, tensor in state.items():
-            expected = tensor.cpu().resolve_conj()
-            assert torch.equal(found[name].view(torch.uint8), expected.contiguous().view(torch.uint8)), name
-    tierckpt.load(into, tmp_path / "s", keys=list(into))
+            assert found[name].shape == tensor.shape
+            assert torch.equal(_bytes(found[name]), _bytes(tensor)), name
+    tierckpt.load(into, tmp_path / "s", strict=False)
     for name, tensor in into.items():
-        assert torch.equal(tensor.cpu().resolve_conj().float(), state[name].cpu().resolve_conj().float()), name
+        assert torch.equal(_bytes(tensor), _bytes(state[name])), name
 
 
 def test_ten_thousand_small_tensors(tmp_path: Path) -> None:
@@ -138,13 +142,9 @@ def test_ten_thousand_small_tensors(tmp_path: Path) -> None:
 
 
 def test_fingerprints_are_those_of_the_host() -> None:
-    tensors = {name: make() for name, make in VIEWS.items() if name not in ("empty", "conjugate", "many dimensions")}
-    same = {
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
-        for name, t in tensors.items()
-        if name != "expanded"
-    }
-    tensors.pop("expanded")
+    others = ("empty", "conjugate", "many dimensions", "expanded")
+    tensors = {name: make() for name, make in VIEWS.items() if name not in others}
+    same = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for name, t in tensors.items()}
 
     def rows(held: dict[str, torch.Tensor]) -> tuple[_native.CopyTable, array[int]]:
         wanted, at = [], 0
