@@ -115,7 +115,7 @@ void copy(const Table& table, const char* pointers, int64_t lo, int64_t hi, char
           std::optional<bool> stream) {
   check_pointers(table, pointers, lo, hi);
   const bool streamed = stream.value_or(hi - lo >= (kGather ? kStreamGather : kStreamScatter));
-  threads = static_cast<int>(std::clamp<int64_t>((hi - lo) / kPerThread, 1, threads));
+  threads = static_cast<int>(std::clamp<int64_t>(std::min(hi - lo, table.nbytes()) / kPerThread, 1, threads));
   if (threads == 1) {
     copy_window<kGather>(table, pointers, {lo, hi, shard, streamed});
     if (streamed) stream_fence();

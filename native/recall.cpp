@@ -575,6 +575,7 @@ class Descriptors {
         data_ptr_(type.attr("data_ptr")),
         stride_(type.attr("stride")),
         get_device_(type.attr("get_device")),
+        untyped_storage_(type.attr("untyped_storage")),
         is_conj_(type.attr("is_conj")),
         is_neg_(type.attr("is_neg")) {}
 
@@ -599,6 +600,9 @@ class Descriptors {
     *address = PyLong_AsUnsignedLongLong(found.ptr());
     return PyErr_Occurred() == nullptr;
   }
+
+  // Whoever holds it keeps the memory of the tensor.
+  py::object storage(PyObject* tensor) const { return call(untyped_storage_, tensor); }
 
   // -1 for a tensor that counts no versions: one made in inference mode.
   int64_t version(PyObject* tensor) const {
@@ -625,7 +629,8 @@ class Descriptors {
     return owned(PyObject_Vectorcall(method.ptr(), &tensor, 1, nullptr));
   }
 
-  py::object shape_, dtype_, is_cpu_, is_cuda_, version_, data_ptr_, stride_, get_device_, is_conj_, is_neg_;
+  py::object shape_, dtype_, is_cpu_, is_cuda_, version_, data_ptr_, stride_, get_device_, untyped_storage_,
+      is_conj_, is_neg_;
 };
 
 // The numbers of a tuple; false if it is none, or has others than machine integers.
@@ -655,14 +660,15 @@ class Looks {
     if (!usable_) return;
     std::vector<uint64_t> found(rows_.size());
     std::vector<int64_t> versions(rows_.size());
-    usable_ = read(leaves, extra, found.data(), versions.data(), true);
+    usable_ = read(leaves, extra, found.data(), versions.data(), nullptr, true);
   }
 
   size_t size() const { return rows_.size(); }
   bool usable() const { return usable_; }
 
-  bool look(const py::list& leaves, const py::list& extra, uint64_t* addresses, int64_t* versions) {
-    return usable_ && read(leaves, extra, addresses, versions, false);
+  bool look(const py::list& leaves, const py::list& extra, uint64_t* addresses, int64_t* versions,
+            py::list* storages) {
+    return usable_ && read(leaves, extra, addresses, versions, storages, false);
   }
 
   // Rows that are not where they were, or count another version.
@@ -826,7 +832,7 @@ class Looks {
   }
 
   bool read(const py::list& leaves, const py::list& extra, uint64_t* addresses, int64_t* versions,
-            bool first) {
+            py::list* storages, bool first) {
     // Python code may run meanwhile, though it does not know these lists: what is in them is held anyway.
     for (const Outer& outer : outers_) {
       if (!same_outer(outer, item(leaves, outer.leaf).ptr())) {
@@ -837,6 +843,13 @@ class Looks {
     for (size_t i = 0; i < rows_.size(); ++i) {
       const py::object tensor = local(rows_[i], leaves, extra);
       if (!tensor || !same_row(i, tensor.ptr(), addresses + i, versions + i)) {
+        forgive();
+        return false;
+      }
+      if (storages == nullptr) continue;
+      // In the same pass, while all about the tensor is in the caches.
+      const py::object storage = descriptors_.storage(tensor.ptr());
+      if (!storage || PyList_Append(storages->ptr(), storage.ptr()) != 0) {
         forgive();
         return false;
       }
@@ -977,12 +990,13 @@ void bind_recall(py::module_& m) {
       .def(
           "look",
           [](Looks& looks, const py::list& leaves, const py::list& extra, const py::object& addresses,
-             const py::object& versions) {
+             const py::object& versions, py::list storages) {
             const Column to(addresses, looks.size()), counts(versions, looks.size());
-            return looks.look(leaves, extra, to.as<uint64_t>(), counts.as<int64_t>());
+            return looks.look(leaves, extra, to.as<uint64_t>(), counts.as<int64_t>(), &storages);
           },
-          "leaves"_a, "extra"_a, "addresses"_a, "versions"_a,
-          "Whether they look the same; then writes where they are, and their version counters.")
+          "leaves"_a, "extra"_a, "addresses"_a, "versions"_a, "storages"_a,
+          "Whether they look the same; then writes where they are, their version counters and their "
+          "storages.")
       .def(
           "changed",
           [](const Looks& looks, const py::list& leaves, const py::list& extra, const py::object& addresses,

@@ -237,12 +237,15 @@ class Looks:
     def usable(self) -> bool:
         """False if a tensor is not in CPU memory as it is: then no tensors ever look the same."""
 
-    def look(self, leaves: list[Any], extra: list[Any], addresses: _Readable, versions: _Readable) -> bool:
+    def look(
+        self, leaves: list[Any], extra: list[Any], addresses: _Readable, versions: _Readable, storages: list[Any]
+    ) -> bool:
         """Whether tensors look as those did: the same types, dtypes, shapes, strides and placements; the same of them the
         same object; the same of them at the same address, and no others.
 
         Then ``addresses`` (``array('Q')``) and ``versions`` (``array('q')``) have an item for each row: where the first
-        element is, and the version counter, -1 where there is none.
+        element is, and the version counter, -1 where there is none; ``storages``, empty before, has the storage, which keeps that
+        memory.
 
         Raises:
             ValueError: a column of another length than the rows.

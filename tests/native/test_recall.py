@@ -275,7 +275,7 @@ def test_look(first: list[int], later: list[list[int]]) -> None:
         expected = look(before, now) if looks.usable and len(now) == count else None
         if len(now) < count:
             continue
-        found = looks.look(now[:count], [], addresses, versions)
+        found = looks.look(now[:count], [], addresses, versions, [])
         if len(now) == count:
             assert found == (expected is not None)
         if expected is not None:
@@ -288,13 +288,13 @@ def test_changed() -> None:
     extra = [torch.zeros(3)]
     looks = Looks(torch.Tensor, leaves, extra, [0, 1, ~0], [False] * 3, [True] * 3)
     addresses, versions = array("Q", bytes(24)), array("q", bytes(24))
-    assert looks.look(leaves, extra, addresses, versions)
+    assert looks.look(leaves, extra, addresses, versions, [])
     assert looks.changed(leaves, extra, addresses, versions) == []
     extra[0].add_(1)
     leaves[0].data = torch.zeros(2)
     assert looks.changed(leaves, extra, addresses, versions) == [0, 2]
     # A version that is another is no other look.
-    assert looks.look(leaves, extra, addresses, versions)
+    assert looks.look(leaves, extra, addresses, versions, [])
     assert looks.changed(leaves, extra, addresses, versions) == []
 
 
@@ -315,9 +315,9 @@ def test_wrong_arguments() -> None:
         Looks(torch.Tensor, [torch.zeros(1)], [], [0], [], [True])
     looks = Looks(torch.Tensor, [torch.zeros(1)], [], [0], [False], [True])
     with pytest.raises(ValueError, match="64-bit"):
-        looks.look([torch.zeros(1)], [], array("Q"), array("q", [0]))
+        looks.look([torch.zeros(1)], [], array("Q"), array("q", [0]), [])
     with pytest.raises(IndexError, match="no tensor 0"):
-        looks.look([], [], array("Q", [0]), array("q", [0]))
+        looks.look([], [], array("Q", [0]), array("q", [0]), [])
 
 
 def test_threads() -> None:
@@ -335,7 +335,7 @@ def test_threads() -> None:
         while not stop.is_set():
             found = recall.find(state)
             if found is not None:
-                if not looks.look(found[0], [], addresses, versions):
+                if not looks.look(found[0], [], addresses, versions, []):
                     wrong.append("looks different")
                 if list(addresses) != [tensor.data_ptr() for tensor in found[0]]:
                     wrong.append("other addresses")

@@ -47,6 +47,18 @@ def encode(value: object, *, path: str = "") -> JSON:
         raise StateError(f"{place or 'the value'}: {refused}") from None
 
 
+class Encoded:
+    """A value that was encoded before: it stands where the value does."""
+
+    def __init__(self, json: JSON) -> None:
+        self.json = json
+
+
+def encoded(value: object) -> Encoded:
+    """Encode a value once that is stored again and again, and never changes."""
+    return Encoded(encode(value))
+
+
 def shown(key: object) -> str:
     """The start of the representation of a key, for a message."""
     try:
@@ -126,6 +138,7 @@ _SIMPLE: dict[type, Callable[[Any], JSON]] = {
     time: _clock("time"),
     date: lambda value: ["date", value.isoformat()],
     timedelta: lambda value: ["timedelta", value.days, value.seconds, value.microseconds],
+    Encoded: lambda value: value.json,
 }
 
 

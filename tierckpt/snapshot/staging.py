@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -18,7 +18,7 @@ from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
 from tierckpt.snapshot.remote import RemoteSlot
 from tierckpt.snapshot.stager import LiveSource, SlotSource, Stager
-from tierckpt.state.layout import PLAIN, local
+from tierckpt.state.layout import local
 from tierckpt.state.plan import Split, WritePlan
 from tierckpt.state.planner import Planned, Planner, Prepared, Taken
 from tierckpt.state.settle import Offer, Recut, encode_values, offer, settle, settled
@@ -106,8 +106,7 @@ class Staging:
             done()
             return
         # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
-        late = [] if split is None else list(_late(split, taken))
-        keep: list[object] = [tensor.untyped_storage() for tensor in late]
+        keep = [] if split is None else _storages(split, taken)
         watch = fence.Watch(list, ()) if split is None else _watch(split, taken)
         # Known before it begins: an interrupt must not leave a copy that nobody waits for.
         self._source, self._copy = stager.copy_behind_fence(memory, watch, keep, done)
@@ -269,14 +268,11 @@ class Staging:
 _STEPS = 16
 
 
-def _late(split: Split, taken: Taken) -> Iterable[torch.Tensor]:
-    """The local tensors that are copied late, and perhaps others."""
-    found = [taken.tensors[name] for name in split.names] if taken.found is None else taken.found.tensors
-    for value in found:
-        if type(value) in PLAIN:
-            yield cast(torch.Tensor, value)
-        else:
-            yield from local(value)
+def _storages(split: Split, taken: Taken) -> Sequence[object]:
+    """What keeps the memory of the tensors that are copied late."""
+    if taken.found is not None:
+        return taken.found.storages
+    return [tensor.untyped_storage() for name in split.names for tensor in local(taken.tensors[name])]
 
 
 def _watch(split: Split, taken: Taken) -> fence.Watch:

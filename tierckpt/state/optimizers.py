@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from tierckpt.errors import StateError
+from tierckpt.format.values import Encoded
 from tierckpt.state.adapters import FlatPart
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.modules import Contents
@@ -139,7 +140,7 @@ def written_groups(optimizer: Optimizer, groups: Groups) -> dict[str, dict[str, 
     }
 
 
-def written_group(group: Mapping[str, Any], names: Sequence[ParameterName]) -> dict[str, Any]:
+def written_group(group: Mapping[str, Any], names: Sequence[ParameterName] | Encoded) -> dict[str, Any]:
     """One group as it is stored."""
     return {"params": names, **{k: v for k, v in group.items() if k not in NOT_HYPER}}
 

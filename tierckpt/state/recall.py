@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierckpt import _native
+from tierckpt.format import values
 from tierckpt.format.boxes import Box
 from tierckpt.state import arrays, live, modules, optimizers
 from tierckpt.state.devices import COPIED, place
@@ -46,9 +47,9 @@ _NO_HOOKS, _SHARDING_HOOKS, _OWN_HOOKS = range(3)
 class Recalled:
     """What was found.
 
-    ``tensors`` are in the order of ``Flat.tensors``, ``values`` and ``per_rank`` as there. ``addresses`` and
-    ``versions`` have an item for each local tensor (``Recall.places``): where its first element is, and its version counter,
-    -1 if it has none (made in inference mode).
+    ``tensors`` are in the order of ``Flat.tensors``, ``values`` and ``per_rank`` as there. ``addresses``,
+    ``versions`` and ``storages`` have an item for each local tensor (``Recall.places``): where its first element is, its version
+    counter, -1 if it has none (made in inference mode), and what keeps its memory.
     """
 
     recall: Recall
@@ -56,6 +57,7 @@ class Recalled:
     extra: list[torch.Tensor]
     addresses: array[int]
     versions: array[int]
+    storages: list[object]
     values: dict[str, Any]
     per_rank: dict[str, Any]
 
@@ -172,12 +174,20 @@ class Recall:
                 return None
         count = len(self._owners)
         addresses, versions = array("Q", bytes(8 * count)), array("q", bytes(8 * count))
-        if not self._looks.look(tensors, extra, addresses, versions):
+        storages: list[object] = []
+        if not self._looks.look(tensors, extra, addresses, versions, storages):
             return None
         for number, rewrite in self._rewritten:
             values[number] = rewrite(values[number])
         return Recalled(
-            self, tensors, extra, addresses, versions, dict(zip(self._value_names, values, strict=True)), captured
+            self,
+            tensors,
+            extra,
+            addresses,
+            versions,
+            storages,
+            dict(zip(self._value_names, values, strict=True)),
+            captured,
         )
 
     def _look(self, tensors: list[Any], described: Mapping[str, Described]) -> None:
@@ -285,7 +295,7 @@ class _Group:
     """A parameter group as it is stored: with the names of its parameters, and without what is no hyperparameter."""
 
     def __init__(self, names: Sequence[Any]) -> None:
-        self._names = names
+        self._names = values.encoded(list(names))
 
     def __call__(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return optimizers.written_group(group, self._names)
