@@ -14,6 +14,7 @@
 #include "copy.h"
 #include "io.h"
 #include "recall.h"
+#include "shared.h"
 #include "stream.h"
 #include "table.h"
 
@@ -233,6 +234,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("stream_copy", &py_stream_copy, "dst"_a, "src"_a, "kernel"_a = py::none(),
         "Copy `src` to `dst`, of the same size, past the caches.");
   bind_recall(m);
+  bind_shared(m);
 }
 
 }  // namespace tierckpt

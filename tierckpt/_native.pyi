@@ -37,6 +37,33 @@ class Buffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
+class Shared:
+    """A file in memory, mapped writable, on huge pages where it has them.
+
+    Supports the writable buffer protocol (one-dimensional, format ``B``). All its pages are present, none of them is for
+    forked children. It is unmapped when the object and all ``memoryview``s of it are gone.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, fresh: bool = False) -> None:
+        """Map the first ``nbytes`` of a memfd.
+
+        Args:
+            fresh: nothing lies there yet: it is made of huge pages where the system gives them to who asks, which
+                ``shmem_enabled`` set to ``deny``, a kernel before 6.1 and the lack of such pages prevent.
+
+        Raises:
+            OSError, MemoryError: the memory is not to be had.
+            ValueError: ``nbytes`` is not positive.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
 class CopyTable:
     """Geometry of many strided boxes between one linear byte range, the *shard*, and *tensors* in memory.
 

@@ -92,7 +92,7 @@ def seal(client: Client, step: int, slot: int | None, size: int = 5000) -> None:
 def test_a_slot_is_sealed_memory_that_both_see(client: Client) -> None:
     with client.request("slot", size=5000, wait=0) as reply:
         descriptor = reply.take()
-        memory = map_slot(descriptor, 8192)
+        memory = memoryview(map_slot(descriptor, 8192))
         with pytest.raises(OSError):
             os.ftruncate(descriptor, 4096)
         with pytest.raises(OSError):

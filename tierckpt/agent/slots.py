@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 from dataclasses import dataclass, field
@@ -98,24 +97,17 @@ def _make(number: int, size: int) -> Slot:
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
-        mapped = map_slot(descriptor, size)
+        mapped = _native.Shared(descriptor, size, fresh=True)
     except BaseException:
         os.close(descriptor)
         raise
     return Slot(number, size, descriptor, memoryview(mapped))
 
 
-def map_slot(descriptor: int, size: int) -> mmap.mmap:
-    """Map a slot, on huge pages where these are allowed, with all its pages present and none of them for forked children.
+def map_slot(descriptor: int, size: int) -> _native.Shared:
+    """Map a slot that the agent has made.
 
     Raises:
         OSError, MemoryError: the memory is not to be had.
     """
-    mapped = mmap.mmap(descriptor, size)
-    mapped.madvise(mmap.MADV_DONTFORK)
-    try:
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them: small pages do
-        mapped.madvise(mmap.MADV_NORMAL)
-    _native.populate(mapped)
-    return mapped
+    return _native.Shared(descriptor, size)

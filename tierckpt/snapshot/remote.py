@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable
 
-from tierckpt import config
+from tierckpt import _native, config
 from tierckpt.agent.client import AgentLostError, Client
 from tierckpt.agent.protocol import document
 from tierckpt.agent.slots import map_slot
@@ -23,7 +22,7 @@ _log = logging.getLogger("tierckpt")
 class RemoteSlot:
     """Memory of the agent that this process fills."""
 
-    def __init__(self, arena: RemoteArena, number: int, buffer: mmap.mmap, epoch: int) -> None:
+    def __init__(self, arena: RemoteArena, number: int, buffer: _native.Shared, epoch: int) -> None:
         self._arena: RemoteArena | None = arena
         self.number, self.buffer, self.epoch = number, buffer, epoch
 
@@ -51,7 +50,7 @@ class RemoteArena:
         # The next slot, while they are new: to make and map one takes far longer than to fill it.
         self._ahead: _Ahead | None = None
         self._epoch = -1
-        self._mapped: dict[int, mmap.mmap] = {}
+        self._mapped: dict[int, _native.Shared] = {}
         #: Layouts that the agent has.
         self._layouts: set[str] = set()
         #: Which agent holds each sealed step.
