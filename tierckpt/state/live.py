@@ -273,9 +273,10 @@ class _Walker:
             path = prefix + component(key)
             # Most leaves of large states are plain tensors; the rest takes the long way.
             if type(item) in PLAIN and obstacle(item, meta=self._meta) is None:
-                node: Node | None = Leaf("tensor", path, item)
-            else:
-                node = self.visit(item, path)
+                found.append(Leaf("tensor", path, item))
+                plain = False
+                continue
+            node = self.visit(item, path)
             if node is None:
                 found.append(Leaf("value", path, item))
             else:
