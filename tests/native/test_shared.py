@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tierckpt._native import Buffer, Shared, read_at
 
 HUGE = 2 << 20

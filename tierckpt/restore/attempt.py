@@ -117,7 +117,7 @@ class Attempt:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this rank has read."""
+        """Bytes that this rank has read, each counted once."""
         return self._shards.bytes
 
     @torch.inference_mode(False)  # what is allocated for an optimizer must be of use outside of it
@@ -216,7 +216,7 @@ class Attempt:
             raise LayoutError(f"{self._what} does not fit the state:{listed}{_hint(problems)}")
 
     def _find_places(self) -> None:
-        layout, numbers, parts_of = self.layout, self._contents.numbers, self._target.view.parts
+        layout, numbers = self.layout, self._contents.numbers
         known, runs, others = self._find_runs()
         rows = [self._row(name) for name in others]
         marks = touching(runs, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -13,7 +12,7 @@ from tierckpt.config import COPY_THREADS
 from tierckpt.snapshot import fence
 from tierckpt.state.plan import Split
 
-Memory: TypeAlias = "_native.Buffer | mmap.mmap"
+Memory: TypeAlias = "_native.Buffer | _native.Shared"
 """That of a slot, page-aligned."""
 
 

@@ -217,7 +217,9 @@ def are_dense(values: Sequence[object]) -> list[bool]:
         return [is_dense(value) for value in values]
     tensors: Sequence[torch.Tensor] = values  # type: ignore[assignment]
     found = [tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0 for tensor in tensors]
-    if any(dtype.is_complex for dtype in {tensor.dtype for tensor in tensors}) or any(map(torch.Tensor.is_neg, tensors)):
+    if any(dtype.is_complex for dtype in {tensor.dtype for tensor in tensors}) or any(
+        map(torch.Tensor.is_neg, tensors)
+    ):
         return [mark and is_live(tensor) for mark, tensor in zip(found, tensors, strict=True)]
     return found
 
