@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, compress, pairwise, repeat
 from math import prod
-from operator import eq, lt
+from operator import lt
 from typing import Any, NamedTuple
 
 from tierckpt.errors import IntegrityError
@@ -303,27 +303,34 @@ class Layout:
         return found
 
     @cached_property
-    def _rows(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """Of each tensor what :meth:`geometry` says of those that are no aliases."""
-        return list(zip(self._cut_of, self._first, self._splits, self.shapes, strict=True))
+    def _geometries(self) -> tuple[dict[tuple[int, int, int, tuple[int, ...]], int], list[int]]:
+        """For each geometry one tensor that has it, and for each tensor the one that its geometry, or that of its owner, has.
 
-    @cached_property
+        Many tensors have few geometries, so each is looked at once.
+        """
+        owners: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
+        rows = zip(self._cut_of, self._first, self._splits, self.shapes, strict=True)
+        if not self.has_aliases:
+            return owners, list(map(owners.setdefault, rows, range(len(self))))
+        alike = [owners.setdefault(row, i) if self._aliases[i] == i else -1 for i, row in enumerate(rows)]
+        return owners, list(map(alike.__getitem__, self._aliases))
+
+    @property
     def _owners(self) -> dict[tuple[int, int, int, tuple[int, ...]], int]:
-        """One tensor of each geometry that is no alias. Many tensors have few geometries, so each is looked at once."""
-        rows = enumerate(self._rows)
-        if self.has_aliases:
-            rows = compress(rows, map(eq, self._aliases, range(len(self))))  # type: ignore[assignment]
-        return {row: i for i, row in rows}
+        return self._geometries[0]
+
+    @property
+    def _alike(self) -> list[int]:
+        return self._geometries[1]
 
     @cached_property
     def homes(self) -> list[int]:
         """For each tensor the rank that stores all of it as one piece; -1 if there is none, or if pieces are listed."""
-        known: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
+        known: dict[int, int] = {}
         for row, i in self._owners.items():
             pieces = self.stored_pieces(i) if row[0] != LISTED else []
-            known[row] = pieces[0].rank if [p.box.size for p in pieces] == [row[3]] else -1
-        found = [known.get(row, -1) for row in self._rows]
-        return list(map(found.__getitem__, self._aliases)) if self.has_aliases else found
+            known[i] = pieces[0].rank if [p.box.size for p in pieces] == [row[3]] else -1
+        return list(map(known.__getitem__, self._alike))
 
     def rank_pieces(self, rank: int) -> Iterator[tuple[int, int, Box]]:
         """(tensor, k, box) of all pieces in the shard of ``rank``, by ascending tensor and k."""
@@ -373,9 +380,9 @@ class Layout:
             for i, k, box in self.rank_pieces(rank):
                 yield names[i], k, kinds[i], box.size
             return
-        boxes = {row: self._stored(rank, *row) for row in self._owners}
-        sizes = {row: None if box is None else box.size for row, box in boxes.items()}
-        held = list(map(sizes.get, self._rows))
+        boxes = {i: self._stored(rank, *row) for row, i in self._owners.items()}
+        sizes = {i: None if box is None else box.size for i, box in boxes.items()}
+        held = list(map(sizes.__getitem__, self._alike))
         found: Iterable[tuple[str, int, str, Any]] = zip(names, repeat(-1), kinds, held)
         if self.has_aliases or None in sizes.values():
             rows = enumerate(zip(self._aliases, held, strict=True))

@@ -333,7 +333,10 @@ def mark_changed(values: Iterable[LiveTensor]) -> None:
 
     Bytes come past torch, which would not know. One call for all of them, since there may be many.
     """
+    values = list(values)
     found: list[torch.Tensor] = []
+    if set(PLAIN).issuperset(map(type, values)):
+        found, values = values, []  # type: ignore[assignment]
     for value in values:
         if type(value) in PLAIN:
             found.append(value)  # type: ignore[arg-type]
