@@ -17,7 +17,8 @@
 namespace tierckpt {
 namespace {
 
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older headers lack it
+constexpr int kPopulateWrite = 23, kCollapse = 25;  // of madvise, Linux 5.14 and 6.1; older headers lack them
+constexpr int kTries = 4;
 constexpr size_t kHuge = size_t{2} << 20;
 constexpr size_t kBlock = size_t{64} << 20;
 constexpr unsigned kMaxThreads = 8;
@@ -37,6 +38,30 @@ int populate_block(char* begin, char* end) {
     return 0;
   }
   return 0;
+}
+
+bool advised(char* memory, size_t nbytes, int advice) {
+  for (int k = 0; k < kTries; ++k) {
+    if (madvise(memory, nbytes, advice) == 0) return true;
+    if (errno != EAGAIN && errno != EINTR) break;
+  }
+  return false;
+}
+
+// Files in memory get huge pages by themselves only where the system's settings say so, which is seldom; a
+// process may ask for them one by one all the same. That takes one small page to start from. Reading through
+// small pages costs more than the copy itself. Where there are none to be had, small ones do.
+void make_huge(char* begin, size_t nbytes) {
+  const size_t count = nbytes / kHuge;
+  const unsigned threads = std::min(std::max(1u, std::thread::hardware_concurrency()), kMaxThreads);
+  std::atomic<size_t> taken{0};
+  std::atomic<bool> refused{false};
+  on_threads(static_cast<int>(std::min<size_t>(threads, count)), [&] {
+    for (size_t k; !refused && (k = taken.fetch_add(1)) < count;) {
+      char* first = begin + k * kHuge;
+      if (!advised(first, page(), kPopulateWrite) || !advised(first, kHuge, kCollapse)) refused = true;
+    }
+  });
 }
 
 }  // namespace
@@ -80,14 +105,31 @@ Buffer::Buffer(size_t nbytes) : nbytes_(nbytes) {
   madvise(address_, mapped_, MADV_HUGEPAGE);
 }
 
-Buffer::Buffer(int fd, size_t nbytes) : nbytes_(nbytes), owner_(getpid()) {
-  mapped_ = std::max<size_t>(1, (nbytes + page() - 1) / page()) * page();
-  void* raw = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (raw == MAP_FAILED && errno == ENOMEM) throw std::bad_alloc();
-  if (raw == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
-  address_ = raw;
+Buffer::Buffer(int fd, size_t nbytes, bool fresh) : nbytes_(nbytes), owner_(getpid()) {
+  mapped_ = (nbytes + page() - 1) / page() * page();
+  const size_t slack = nbytes >= kHuge ? kHuge : 0;
+  // Huge pages want addresses that are multiples of them, which mmap does not see to.
+  void* raw = mmap(nullptr, mapped_ + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) throw std::bad_alloc();
+  char* begin = static_cast<char*>(raw);
+  const size_t head = slack == 0 ? 0 : -reinterpret_cast<uintptr_t>(raw) % kHuge;
+  if (mmap(begin + head, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    const int code = errno;
+    munmap(raw, mapped_ + slack);
+    throw std::system_error(code, std::generic_category(), "mmap");
+  }
+  if (head != 0) munmap(begin, head);
+  if (slack != head) munmap(begin + head + mapped_, slack - head);
+  address_ = begin + head;
   madvise(address_, mapped_, MADV_DONTFORK);
   madvise(address_, mapped_, MADV_HUGEPAGE);
+  try {
+    if (fresh) make_huge(begin + head, mapped_);
+    populate(address_, mapped_);
+  } catch (...) {
+    munmap(address_, mapped_);
+    throw;
+  }
 }
 
 Buffer::~Buffer() {

@@ -17,8 +17,10 @@ class Buffer {
   // Memory of this process. Throws std::bad_alloc; at least one page is mapped, so that address() is never
   // null.
   explicit Buffer(size_t nbytes);
-  // The first bytes of a file; a forked child does not have them. Throws std::bad_alloc or std::system_error.
-  Buffer(int fd, size_t nbytes);
+  // The first bytes, more than none, of a file in memory, all present; a forked child does not have them.
+  // fresh: nothing lies there yet, so it is this process that chooses its pages. Throws std::bad_alloc or
+  // std::system_error.
+  Buffer(int fd, size_t nbytes, bool fresh);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

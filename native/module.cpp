@@ -129,15 +129,10 @@ std::unique_ptr<Buffer> make_buffer(py::ssize_t nbytes, bool populated) {
   }
 }
 
-// A file's memory as a Buffer; all its pages are made present.
-std::unique_ptr<Buffer> map_buffer(int fd, py::ssize_t nbytes) {
-  if (nbytes < 0) throw py::value_error("nbytes must not be negative");
+std::unique_ptr<Buffer> map_buffer(int fd, py::ssize_t nbytes, bool fresh) {
+  if (nbytes <= 0) throw py::value_error("nbytes must be positive");
   try {
-    return without_gil([&] {
-      auto buffer = std::make_unique<Buffer>(fd, static_cast<size_t>(nbytes));
-      populate(buffer->address(), buffer->nbytes());
-      return buffer;
-    });
+    return without_gil([&] { return std::make_unique<Buffer>(fd, static_cast<size_t>(nbytes), fresh); });
   } catch (const std::bad_alloc&) {
     PyErr_SetString(PyExc_MemoryError, ("cannot map " + std::to_string(nbytes) + " bytes").c_str());
     throw py::error_already_set();
@@ -237,9 +232,10 @@ PYBIND11_MODULE(_native, m) {
       "views of it are gone.")
       .def(py::init(&make_buffer), "nbytes"_a, py::kw_only(), "populate"_a = false,
            "Map `nbytes` of zeros; with `populate` all pages are made present at once, in parallel.")
-      .def_static("of", &map_buffer, "fd"_a, "nbytes"_a,
-                  "The first bytes of a file, shared with whoever else maps it, all present; no forked child "
-                  "has them.")
+      .def_static("of", &map_buffer, "fd"_a, "nbytes"_a, py::kw_only(), "fresh"_a = false,
+                  "The first bytes of a file in memory, shared with whoever else maps it, all present; "
+                  "`fresh`: nothing lies "
+                  "there yet, so its pages are made huge where the system has them.")
       .def_property_readonly("pinned", &Buffer::pinned, "Whether a device reads and writes it.")
       .def_property_readonly(
           "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.address()); },

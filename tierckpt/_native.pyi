@@ -26,13 +26,16 @@ class Buffer:
         """
 
     @staticmethod
-    def of(fd: int, nbytes: int) -> Buffer:
-        """The first bytes of a file, shared with whoever else maps it. All pages are present; no forked child has them.
+    def of(fd: int, nbytes: int, *, fresh: bool = False) -> Buffer:
+        """The first bytes of a memfd, shared with whoever else maps it. All pages are present; no forked child has them.
+
+        Args:
+            fresh: nothing lies there yet: it is made of huge pages where the system gives them to who asks, which
+                ``shmem_enabled`` set to ``deny``, a kernel before 6.1 and the lack of such pages prevent.
 
         Raises:
-            MemoryError: the system refused.
-            OSError: the file cannot be mapped.
-            ValueError: ``nbytes`` is negative.
+            OSError, MemoryError: the memory is not to be had.
+            ValueError: ``nbytes`` is not positive.
         """
 
     @property

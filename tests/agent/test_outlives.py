@@ -429,7 +429,7 @@ def test_what_is_damaged_in_memory_is_read_from_the_disk(tmp_path: Path) -> None
         tierckpt.load(state(-1), root)
         assert ckpt._ram_tier is not None
         for memory in ckpt._ram_tier.arena._mapped.values():
-            memory[5000] ^= 1
+            memoryview(memory)[5000] ^= 1
         found = state(-1)
         with pytest.warns(RuntimeWarning, match="memory of.*chunk 0.*is damaged"):
             info = tierckpt.load(found, root)

@@ -143,6 +143,63 @@ def test_pieces_are_those_of_the_formula_and_tile(layout: Layout, seed: int) -> 
     assert list(layout.writers) == sorted({0, *by_rank})
 
 
+@st.composite
+def with_aliases(draw: st.DrawFn) -> Layout:
+    """Tensors of one geometry and tensors that share their bytes, whose names come before and after these."""
+    world = draw(st.sampled_from([1, 2, 6]))
+    cut = Cut.replicated(range(world))
+    shapes = st.sampled_from([(), (3,), (16, 2), (0, 4)])
+    entries: list[Entry] = []
+    for number in range(draw(st.integers(1, 6))):
+        owner = draw(st.sampled_from([None, *(entry for entry in entries if entry.alias is None)]))
+        name = f"{draw(st.sampled_from('am'))}{number}"
+        if owner is not None:
+            entries.append(Entry(name, owner.dtype, owner.shape, owner.name))
+            continue
+        writer, split = draw(st.integers(0, world - 1)), draw(st.integers(1, world))
+        entries.append(Entry(name, draw(st.sampled_from(["int8", "float32"])), draw(shapes), None, cut, writer, split))
+    return build(world, sorted(entries, key=lambda entry: entry.name))
+
+
+@given(st.one_of(layouts(), with_aliases()))
+def test_what_is_known_of_all_tensors_is_what_is_known_of_each(layout: Layout) -> None:
+    numbers = range(len(layout))
+    own = [i for i in numbers if layout.alias(i) == i]
+    assert layout.has_aliases == (len(own) < len(layout))
+    assert layout.kinds == [layout.dtype(i) for i in numbers]
+    assert layout.nbytes == sum(
+        prod(piece.box.size) * (2 if layout.dtype(i) == "bfloat16" else 1 if layout.dtype(i) == "int8" else 4)
+        for i in own
+        for piece in layout.stored_pieces(i)
+    )
+    for i in numbers:
+        pieces = oracle(layout, layout.alias(i))
+        whole_at = [rank for rank, box in pieces if box.size == layout.shape(i)]
+        assert layout.homes[i] == (whole_at[0] if len(pieces) == len(whole_at) == 1 else -1)
+    writers = {0}
+    for rank in range(layout.world):
+        pieces = list(layout.rank_pieces(rank))
+        writers |= {rank} if pieces else set()
+        assert list(layout.shard_pieces(rank)) == [
+            (layout.name(i), k, layout.dtype(i), box.size) for i, k, box in pieces
+        ]
+        assert [i for i, _, _ in pieces] == [i for i in own if rank in [at for at, _ in oracle(layout, i)]]
+    assert list(layout.writers) == sorted(writers)
+
+
+def test_a_tensor_of_the_geometry_of_an_alias_has_its_own_home() -> None:
+    cut = Cut.replicated(range(2))
+    layout = build(
+        2,
+        [
+            Entry("a", "float32", (4,), "c"),
+            Entry("b", "float32", (4,), None, cut, writer=0),
+            Entry("c", "float32", (4,), None, cut, writer=1),
+        ],
+    )
+    assert layout.homes == [1, 0, 1]
+
+
 @given(layouts())
 def test_encoding_and_decoding_are_inverse(layout: Layout) -> None:
     data = layout.encode()

@@ -48,6 +48,23 @@ def test_different_paths_have_different_names(one: Any, other: Any) -> None:
     assert (names.join(one) == names.join(other)) == (typed(one) == typed(other))
 
 
+@given(st.lists(components | tricky, max_size=5))
+def test_components_of_a_container_are_those_of_each_key(keys: list[Any]) -> None:
+    assert names.components(keys) == list(map(names.component, keys))
+
+
+@pytest.mark.parametrize("key", ["__metadata__", "", "~", "a/b", "a#", "0", "-1", "\n", "é"])
+def test_one_odd_key_among_plain_ones_is_written_as_it_is_alone(key: str) -> None:
+    for keys in (["a", key], [key, "a"], ["a", key, "b"], [key]):
+        assert names.components(keys) == list(map(names.component, keys))
+
+
+@pytest.mark.parametrize("key", ["\0", "a\0b", "\ud800"])
+def test_one_key_that_cannot_be_written_is_refused_among_plain_ones(key: str) -> None:
+    with pytest.raises(StateError):
+        names.components(["a", key, "b"])
+
+
 @given(paths)
 def test_names_fit_into_a_header(path: tuple[Any, ...]) -> None:
     name = names.join(path)

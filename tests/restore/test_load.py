@@ -94,3 +94,30 @@ def _templates(rank: int, root: str) -> list[Any]:
 def test_a_template_for_what_only_other_ranks_saved_stays_as_it_is(tmp_path: Path) -> None:
     found = run_ranks(_templates, 3, str(tmp_path / "s"))
     assert found == [["own", [1, 1], []], ["new", [1, 1], ["x"]], ["new", [1, 1], ["x"]]]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"cast": True}, {"staged": True}])
+def test_a_chunk_that_is_read_twice_is_counted_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    state = {"t": torch.arange(5.0), "n": 1}
+    tierckpt.save(state, tmp_path / "s", step=1)
+    (shard,) = (tmp_path / "s").rglob("shard-*.safetensors")
+    # A cast that may lose is read before anything is touched.
+    into = {"t": torch.zeros(5, dtype=torch.int64 if "cast" in arguments else torch.float32), "n": 0}
+    assert tierckpt.load(into, tmp_path / "s", **arguments).sources == {"disk": shard.stat().st_size}
+    assert into["n"] == 1 and into["t"].tolist() == [0, 1, 2, 3, 4]
+
+
+def _load_tied(rank: int, root: str) -> list[float]:
+    tied = torch.full((1 << 20,), 9.0)
+    others = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(6)}
+    tierckpt.save({"a": tied, "b": tied, **others}, root, step=1)
+    into = {name: torch.zeros(1 << 20) for name in ("a", "b", *others)}
+    into["b"] = into["a"]
+    tierckpt.load(into, root)
+    return [float(value.mean()) for value in into.values()]
+
+
+def test_tied_tensors_come_back_beside_others_of_their_shape(tmp_path: Path) -> None:
+    """An alias is written by nobody: where it would be says nothing of other tensors."""
+    found = run_ranks(_load_tied, 2, str(tmp_path / "s"))
+    assert found == [[9.0, 9.0, *map(float, range(6))]] * 2

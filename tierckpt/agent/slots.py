@@ -97,7 +97,7 @@ def _make(number: int, size: int) -> Slot:
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
-        mapped = _native.Buffer.of(descriptor, size)
+        mapped = _native.Buffer.of(descriptor, size, fresh=True)
     except BaseException:
         os.close(descriptor)
         raise

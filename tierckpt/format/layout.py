@@ -7,12 +7,13 @@ pieces, not with tensors times ranks, and looking something up costs what it fin
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, compress, pairwise
+from itertools import accumulate, chain, compress, pairwise, repeat
 from math import prod
 from operator import lt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tierckpt.errors import IntegrityError
 from tierckpt.format import columns, layout_plan, shard
@@ -196,14 +197,18 @@ class Layout:
     @cached_property
     def names(self) -> list[str]:
         """All names, in order."""
-        return [self._names[start:end].decode() for start, end in pairwise([0, *self._ends])]
+        ends = [0, *self._ends]
+        if self._names.isascii():
+            text = self._names.decode()
+            return [text[start:end] for start, end in pairwise(ends)]
+        return [self._names[start:end].decode() for start, end in pairwise(ends)]
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """All global shapes."""
-        shapes = self._shapes
+        shapes = self._shapes.tolist()
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        return [known.setdefault(shape := tuple(shapes[a:b]), shape) for a, b in pairwise(self._starts)]
+        return [known.setdefault(shape := tuple(shapes[a:b]), shape) for a, b in pairwise(self._starts.tolist())]
 
     def name(self, i: int) -> str:
         return self.names[i]
@@ -223,6 +228,16 @@ class Layout:
 
     def dtype(self, i: int) -> str:
         return self.dtypes[self._dtype_of[i]]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The dtypes of all tensors."""
+        return list(map(self.dtypes.__getitem__, self._dtype_of))
+
+    @cached_property
+    def has_aliases(self) -> bool:
+        """Whether some tensor shares the bytes of another."""
+        return self._aliases != array(self._aliases.typecode, range(len(self)))
 
     def shape(self, i: int) -> tuple[int, ...]:
         return self.shapes[i]
@@ -288,17 +303,34 @@ class Layout:
         return found
 
     @cached_property
+    def _geometries(self) -> tuple[dict[tuple[int, int, int, tuple[int, ...]], int], list[int]]:
+        """For each geometry one tensor that has it, and for each tensor the one that its geometry, or that of its owner, has.
+
+        Many tensors have few geometries, so each is looked at once.
+        """
+        owners: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
+        rows = zip(self._cut_of, self._first, self._splits, self.shapes, strict=True)
+        if not self.has_aliases:
+            return owners, list(map(owners.setdefault, rows, range(len(self))))
+        alike = [owners.setdefault(row, i) if self._aliases[i] == i else -1 for i, row in enumerate(rows)]
+        return owners, list(map(alike.__getitem__, self._aliases))
+
+    @property
+    def _owners(self) -> dict[tuple[int, int, int, tuple[int, ...]], int]:
+        return self._geometries[0]
+
+    @property
+    def _alike(self) -> list[int]:
+        return self._geometries[1]
+
+    @cached_property
     def homes(self) -> list[int]:
         """For each tensor the rank that stores all of it as one piece; -1 if there is none, or if pieces are listed."""
-        known: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
-        found = []
-        for i, row in enumerate(zip(self._cut_of, self._first, self._splits, self.shapes, strict=True)):
-            home = known.get(row)
-            if home is None:
-                pieces = self.stored_pieces(i) if row[0] != LISTED else []
-                home = known[row] = pieces[0].rank if [p.box.size for p in pieces] == [row[3]] else -1
-            found.append(home)
-        return [found[target] for target in self._aliases]
+        known: dict[int, int] = {}
+        for row, i in self._owners.items():
+            pieces = self.stored_pieces(i) if row[0] != LISTED else []
+            known[i] = pieces[0].rank if [p.box.size for p in pieces] == [row[3]] else -1
+        return list(map(known.__getitem__, self._alike))
 
     def rank_pieces(self, rank: int) -> Iterator[tuple[int, int, Box]]:
         """(tensor, k, box) of all pieces in the shard of ``rank``, by ascending tensor and k."""
@@ -343,9 +375,19 @@ class Layout:
 
     def shard_pieces(self, rank: int) -> Iterator[tuple[str, int, str, tuple[int, ...]]]:
         """(name, k, dtype, shape of the box) of the same pieces: what makes up the header of the shard."""
-        names, kinds = self.names, [self.dtypes[number] for number in self._dtype_of]
-        for i, k, box in self.rank_pieces(rank):
-            yield names[i], k, kinds[i], box.size
+        names, kinds = self.names, self.kinds
+        if LISTED in self._cut_of:
+            for i, k, box in self.rank_pieces(rank):
+                yield names[i], k, kinds[i], box.size
+            return
+        boxes = {i: self._stored(rank, *row) for row, i in self._owners.items()}
+        sizes = {i: None if box is None else box.size for i, box in boxes.items()}
+        held = list(map(sizes.__getitem__, self._alike))
+        found: Iterable[tuple[str, int, str, Any]] = zip(names, repeat(-1), kinds, held)
+        if self.has_aliases or None in sizes.values():
+            rows = enumerate(zip(self._aliases, held, strict=True))
+            found = compress(found, [size is not None and alias == i for i, (alias, size) in rows])
+        yield from found
 
     def _listed(self, i: int) -> list[Stored]:
         lo, hi = self._span(i)
@@ -408,27 +450,20 @@ class Layout:
             marks[first : last + 1] = b"\1" * (last + 1 - first)
         for rank in self._piece_ranks:
             marks[rank] = 1
-        seen = set()
         full = set()
-        for i, (alias, number) in enumerate(zip(self._aliases, self._cut_of, strict=True)):
-            if alias != i or number == LISTED:
+        for number, first, split, shape in self._owners:
+            choice = number, first, split
+            if number == LISTED or choice in full or 0 in shape:
                 continue
-            choice = number, self._first[i], self._splits[i]
-            if choice in full:
-                continue
-            shape = self.shape(i)
-            if (choice, shape) in seen or 0 in shape:
-                continue
-            seen.add((choice, shape))
             cut = self.cuts[number]
             count = 0
             for coordinate, box in cut.boxes(shape, whole(shape)):
-                parts = 1 if part(box, 0, choice[2]) is None else choice[2]
+                parts = 1 if part(box, 0, split) is None else split
                 for turn in range(parts):
-                    marks[cut.rank(coordinate, (choice[1] + turn) % cut.replicas)] = 1
+                    marks[cut.rank(coordinate, (first + turn) % cut.replicas)] = 1
                 count += parts
             # Every rank that could store something of such a tensor does: no other shape adds to it.
-            if count == cut.mesh.size // cut.replicas * choice[2]:
+            if count == cut.mesh.size // cut.replicas * split:
                 full.add(choice)
         return array("I", compress(range(self.world), marks))
 
@@ -455,8 +490,10 @@ class Layout:
         """Bytes of all tensors, each once. Raises ``LayoutError`` for a dtype that this version does not know."""
         sizes = [shard.dtype(name).size for name in self.dtypes]
         known = {shape: prod(shape) for shape in self.shapes}
-        rows = enumerate(zip(self._aliases, self._dtype_of, self.shapes, strict=True))
-        return sum([known[shape] * sizes[kind] for i, (alias, kind, shape) in rows if alias == i])
+        counts = Counter(zip(self._dtype_of, self.shapes, strict=True))
+        if self.has_aliases:
+            counts.subtract((self._dtype_of[i], self.shapes[i]) for i, alias in enumerate(self._aliases) if alias != i)
+        return sum([known[shape] * sizes[kind] * count for (kind, shape), count in counts.items()])
 
     def has_blob(self, rank: int) -> bool:
         return any(first <= rank <= last for first, last in self.blobs)
@@ -523,7 +560,6 @@ def _check_columns(numbers: dict[str, array[int]], plan: Plan, what: str) -> Non
 
 def _check_tensors(layout: Layout, numbers: dict[str, array[int]], what: str) -> None:
     """Names, sizes and aliases of the tensors."""
-    sizes: set[tuple[int, ...]] = set()
     try:
         names = layout.names
     except UnicodeDecodeError:
@@ -534,12 +570,10 @@ def _check_tensors(layout: Layout, numbers: dict[str, array[int]], what: str) ->
             if name <= before or "#" in name or "\0" in name or name in _RESERVED:
                 raise IntegrityError(f"{what}: {name[:200]!r} is out of order, or not the name of a tensor")
             before = name
-    for i, shape in enumerate(layout.shapes):
-        if shape not in sizes:
-            sizes.add(shape)
-            if prod([n or 1 for n in shape]) > ELEMENTS_LIMIT:
-                raise IntegrityError(f"{what}: {layout.name(i)} has too many elements")
-    for i, target in enumerate(numbers["aliases"]):
+    for shape in dict.fromkeys(layout.shapes):
+        if prod([n or 1 for n in shape]) > ELEMENTS_LIMIT:
+            raise IntegrityError(f"{what}: {layout.name(layout.shapes.index(shape))} has too many elements")
+    for i, target in enumerate(numbers["aliases"] if layout.has_aliases else ()):
         if target == i:
             continue
         if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ ROOT = "~r"
 """The name of the root itself: a state that is one tensor or one value."""
 
 _PLAIN = re.compile(r"[^~/#\x00-9\ud800-\udfff][^~/#\x00\ud800-\udfff]*")  # written as it is; most are
+_ALL_PLAIN = re.compile(rf"{_PLAIN.pattern}(?:\0{_PLAIN.pattern})*")  # with NUL, which none has, between them
 _INTEGER = re.compile(r"-?[0-9]+")
 _METADATA = "__metadata__"
 
@@ -29,6 +30,17 @@ def join(path: Sequence[Component]) -> str:
     if not path:
         return ROOT
     return "/".join(map(component, path))
+
+
+def components(parts: Iterable[Component]) -> list[str]:
+    """Each as :func:`component` writes it. Those of large containers are plain strings: all are looked at at once."""
+    parts = list(parts)
+    if len(parts) > 1 and set(map(type, parts)) == {str}:
+        texts: list[str] = parts  # type: ignore[assignment]
+        text = "\0".join(texts)
+        if text.count("\0") < len(texts) and _ALL_PLAIN.fullmatch(text) and _METADATA not in texts:
+            return texts
+    return list(map(component, parts))
 
 
 def component(part: Component) -> str:

@@ -171,17 +171,23 @@ def build(pieces: Iterable[Piece], *, layout: str, rank: int, blob: int | None) 
     pieces = _ordered(list(pieces))
     known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     lines = [_metadata(layout, rank)]
-    offsets = array("q", [0])
-    at = 0
+    offsets = [0]
+    at, begin = 0, "0"
+    last_kind: object = None
+    last_shape: object = None
+    nbytes, shown = 0, ""
     for tensor, k, kind, shape in pieces:
-        form = known.get((kind, shape))
-        if form is None:
-            form = known[kind, shape] = _form(tensor, kind, shape)
-        nbytes, shown = form
-        end = at + nbytes
-        lines.append(f"{encode_basestring(tensor if k < 0 else _name(tensor, k))}{shown}{at},{end}]}}")
-        offsets.append(end)
-        at = end
+        if shape is not last_shape or kind is not last_kind:  # neighbours are often alike
+            last_kind, last_shape = kind, shape
+            form = known.get((kind, shape))
+            if form is None:
+                form = known[kind, shape] = _form(tensor, kind, shape)
+            nbytes, shown = form
+        at += nbytes
+        end = str(at)
+        lines.append(f"{encode_basestring(tensor if k < 0 else _name(tensor, k))}{shown}{begin},{end}]}}")
+        offsets.append(at)
+        begin = end
     if blob is not None:
         if blob != blobs.capacity(blob):
             raise LayoutError(f"a blob cannot have a capacity of {blob} bytes")

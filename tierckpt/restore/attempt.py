@@ -6,7 +6,8 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from operator import le
+from itertools import compress, count
+from operator import add, is_, le, not_
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.restore.plan import Run, Wanted, add_runs, plan
+from tierckpt.restore.plan import Runs, Wanted, add_runs, plan
 from tierckpt.restore.shards import Shards
-from tierckpt.state.layout import PLAIN, Describer, Destination, destination, is_dense, local
+from tierckpt.state.layout import PLAIN, Describer, Destination, are_dense, destination, local
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
@@ -108,14 +109,15 @@ class Attempt:
         self._describer = Describer(group.global_ranks)
         self._early: list[Wanted] = []  # may be refused once its elements are known: read before anything is touched
         self._wanted: list[Wanted] = []
-        self._runs: dict[str, Run] = {}
+        self._runs = Runs()
+        self._run_names: list[str] = []
         self._places: list[tuple[str, Destination]] = []
         self._values: dict[str, JSON] = {}
         self._per_rank: dict[str, JSON] = {}
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this rank has read."""
+        """Bytes that this rank has read, each counted once."""
         return self._shards.bytes
 
     @torch.inference_mode(False)  # what is allocated for an optimizer must be of use outside of it
@@ -214,21 +216,14 @@ class Attempt:
             raise LayoutError(f"{self._what} does not fit the state:{listed}{_hint(problems)}")
 
     def _find_places(self) -> None:
-        layout, numbers, parts_of = self.layout, self._contents.numbers, self._target.view.parts
-        dtypes = {name: torch_dtype(name) for name in layout.dtypes}
-        runs: dict[str, Run] = {}
-        others: list[str] = []
-        for name, value in self._target.tensors.items():
-            if name not in parts_of and not self._staged and is_dense(value):
-                index = numbers[name]
-                if value.dtype == dtypes[layout.dtype(index)] and layout.homes[index] >= 0:
-                    runs[name] = Run(index, value.data_ptr(), value.nbytes)
-                    continue
-            others.append(name)
+        layout, numbers = self.layout, self._contents.numbers
+        known, runs, others = self._find_runs()
         rows = [self._row(name) for name in others]
-        for name in touching(runs, rows):
-            rows.append(self._row(name))
-            del runs[name]
+        marks = touching(runs, rows)
+        if True in marks:
+            rows += [self._row(name) for name in compress(known, marks)]
+            alone = [not mark for mark in marks]
+            known, runs = list(compress(known, alone)), runs.chosen(alone)
         self._shared = apart(
             [(name, layout.alias(index) if parts is None else -1, p) for name, index, parts, p in rows]
         )
@@ -239,7 +234,31 @@ class Attempt:
             wanted = [Wanted(index, places)] if parts is None else parted(parts, numbers, places)
             early = name in shared or any(map(_may_lose, places))
             (self._early if early else self._wanted).extend(wanted)
-        self._runs = runs
+        self._runs, self._run_names = runs, known
+
+    def _find_runs(self) -> tuple[list[str], Runs, list[str]]:
+        """The tensors that are filled by copying one range of one shard, with their names; and the names of the others."""
+        layout, parts_of, tensors = self.layout, self._target.view.parts, self._target.tensors
+        names, values = list(tensors), list(tensors.values())
+        marks: Sequence[bool] = [False] * len(values) if self._staged else are_dense(values)
+        if parts_of:
+            marks = [mark and name not in parts_of for mark, name in zip(marks, names, strict=True)]
+        others: list[str] = []
+        if not all(marks):
+            others += compress(names, map(not_, marks))
+            names, values = list(compress(names, marks)), list(compress(values, marks))
+        dense: list[torch.Tensor] = values  # type: ignore[assignment]
+        numbers = list(map(self._contents.numbers.__getitem__, names))
+        kinds, homes = layout.kinds, layout.homes
+        saved = map({name: torch_dtype(name) for name in layout.dtypes}.__getitem__, [kinds[i] for i in numbers])
+        marks = list(map(is_, saved, [value.dtype for value in dense]))
+        if min(homes, default=0) < 0:
+            marks = [mark and homes[i] >= 0 for mark, i in zip(marks, numbers, strict=True)]
+        runs = Runs(numbers, [value.data_ptr() for value in dense], [value.nbytes for value in dense])
+        if all(marks):
+            return names, runs, others
+        others += compress(names, map(not_, marks))
+        return list(compress(names, marks)), runs.chosen(marks), others
 
     def _row(self, name: str) -> tuple[str, int, list[Part] | None, list[Destination]]:
         """Name, number of the stored tensor (of its first part), parts, destinations."""
@@ -252,7 +271,7 @@ class Attempt:
     @property
     def names(self) -> set[str]:
         """Names of the tensors of this rank that are filled."""
-        return {*self._runs, *[name for name, _ in self._places]}
+        return {*self._run_names, *[name for name, _ in self._places]}
 
     def untouched(self) -> list[str]:
         """Names of leaves that stayed as they were."""
@@ -284,7 +303,7 @@ class Attempt:
     def fetch(self) -> None:
         """Read, verify and put everything where it belongs; values are kept for :meth:`finish`."""
         reads = plan(self.layout, self._wanted)
-        add_runs(reads, self.layout, self._runs.values())
+        add_runs(reads, self.layout, self._runs)
         if not self._staged:
             mark_changed(self._target.tensors.values())
         self._shards.fill(reads)
@@ -314,7 +333,10 @@ def mark_changed(values: Iterable[LiveTensor]) -> None:
 
     Bytes come past torch, which would not know. One call for all of them, since there may be many.
     """
+    values = list(values)
     found: list[torch.Tensor] = []
+    if set(PLAIN).issuperset(map(type, values)):
+        found, values = values, []  # type: ignore[assignment]
     for value in values:
         if type(value) in PLAIN:
             found.append(value)  # type: ignore[arg-type]
@@ -345,23 +367,24 @@ def _where(place: Destination) -> str:
     return f"a tensor of {place.target.dtype} on {place.target.device}"
 
 
-def touching(runs: Mapping[str, Run], rows: Sequence[tuple[Any, Any, Any, list[Destination]]]) -> list[str]:
-    """Names of those of ``runs`` that share memory with another of them or with a destination of ``rows``."""
+def touching(runs: Runs, rows: Sequence[tuple[Any, Any, Any, list[Destination]]]) -> list[bool]:
+    """Which of ``runs`` share memory with another of them or with a destination of ``rows``."""
     spans = [_span(place) for *_, places in rows for place in places]
-    starts = sorted([*[run[1] for run in runs.values()], *[start for start, _ in spans]])
-    ends = sorted([*[run[1] + run[2] for run in runs.values()], *[end for _, end in spans]])
+    begins, stops = runs.addresses, list(map(add, runs.addresses, runs.sizes))
+    starts = sorted([*begins, *[start for start, _ in spans]])
+    ends = sorted([*stops, *[end for _, end in spans]])
+    found = [False] * len(runs)
     # Ranges are apart if and only if their ends and starts, each sorted, alternate.
     if all(map(le, ends, starts[1:])):
-        return []
-    found = []
-    every = sorted([*[(run[1], run[1] + run[2], name) for name, run in runs.items()], *[(*span, "") for span in spans]])
+        return found
+    every = sorted([*zip(begins, stops, count()), *[(*span, -1) for span in spans]])
     highest = every[0][1]
-    for i, (start, end, name) in enumerate(every):
+    for i, (start, end, number) in enumerate(every):
         before = i > 0 and start < highest
         highest = max(highest, end) if i else end
         after = i + 1 < len(every) and every[i + 1][0] < highest
-        if name and (before or after):
-            found.append(name)
+        if number >= 0 and (before or after):
+            found[number] = True
     return found
 
 
@@ -623,10 +646,10 @@ class Contents:
                     self._homes.setdefault(node.name, tree.ranks[0][0])
         #: Numbers of the tensors in the layout, by name.
         self.numbers = layout.numbers
-        kinds = [layout.dtype(i) for i in range(len(layout))]
         names = layout.names
-        tensors = dict(zip(names, zip(kinds, layout.shapes, strict=True), strict=True))
-        ties = {names[i]: names[owner] for i, owner in enumerate(layout.aliases) if owner != i}
+        tensors = dict(zip(names, zip(layout.kinds, layout.shapes, strict=True), strict=True))
+        aliases = enumerate(layout.aliases if layout.has_aliases else ())
+        ties = {names[i]: names[owner] for i, owner in aliases if owner != i}
         self.saved = Saved(tensors, merged[0] if len(merged) == 1 else merge(self.trees), ties)
 
     def blobs_for(self, names: Sequence[str]) -> dict[int, list[str]]:

@@ -11,7 +11,6 @@ from tierckpt import _native
 from tierckpt.errors import IntegrityError
 from tierckpt.format import blob
 from tierckpt.format.canonical import JSON
-from tierckpt.format.digest import chunk_range
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.placement import Placement
@@ -75,10 +74,9 @@ class LocalShard:
             self.reader.close()
             raise
 
-    def run(self, job: Job) -> int:
-        """Read, verify, use; the number of bytes read."""
+    def run(self, job: Job) -> None:
+        """Read, verify, use."""
         read_chunks(self.reader, self.view.receipt, job.indices, job.use, url=self.url)
-        return sum(hi - lo for lo, hi in (chunk_range(index, self.view.receipt.size) for index in job.indices))
 
     def __enter__(self) -> LocalShard:
         return self

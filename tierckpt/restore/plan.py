@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import compress
 
 from tierckpt import _native
 from tierckpt.format.boxes import Box, intersection
@@ -15,12 +15,23 @@ from tierckpt.state.layout import Destination
 from tierckpt.tiers.rows import Rows
 
 
-class Run(NamedTuple):
-    """Memory that all of tensor number ``tensor`` of a layout goes to as it is: row-major, without gaps."""
+@dataclass
+class Runs:
+    """Tensors of a layout, by number, and memory that all of each goes to as it is: row-major, without gaps.
 
-    tensor: int
-    address: int
-    nbytes: int
+    Columns: most tensors of large states are here, and no object is made for any.
+    """
+
+    tensors: Sequence[int] = ()
+    addresses: Sequence[int] = ()
+    sizes: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def chosen(self, marks: Sequence[bool]) -> Runs:
+        """Those that are marked."""
+        return Runs(*[list(compress(column, marks)) for column in (self.tensors, self.addresses, self.sizes)])
 
 
 @dataclass
@@ -36,12 +47,12 @@ class ShardRead:
     """What one rank needs of one shard.
 
     Attributes:
-        runs: tensors that go to memory as they are. Most of them do, and are many: no object is made for any.
+        runs: tensors that go to memory as they are.
         pieces: (tensor, k, box of the stored piece, the part of it that is wanted, where to).
     """
 
     rank: int
-    runs: list[Run] = field(default_factory=list)
+    runs: Runs = field(default_factory=Runs)
     pieces: list[tuple[int, int, Box, Box, Destination]] = field(default_factory=list)
 
     def table(self, placement: Placement) -> tuple[_native.CopyTable, array[int]]:
@@ -52,10 +63,10 @@ class ShardRead:
         """
         rows = Rows()
         aliases, first = placement.layout.aliases, placement.first
-        offsets = [first[aliases[index]] for index, _, _ in self.runs]
+        offsets = [first[aliases[index]] for index in self.runs.tensors]
         if -1 in offsets:
-            placement.offset(aliases[self.runs[offsets.index(-1)].tensor], -1)  # raises
-        rows.runs(offsets, [nbytes for _, _, nbytes in self.runs], [address for _, address, _ in self.runs])
+            placement.offset(aliases[self.runs.tensors[offsets.index(-1)]], -1)  # raises
+        rows.runs(offsets, self.runs.sizes, self.runs.addresses)
         for index, k, piece, box, destination in self.pieces:
             tensor = destination.memory
             item = tensor.element_size()
@@ -83,13 +94,10 @@ def plan(layout: Layout, wanted: Iterable[Wanted]) -> dict[int, ShardRead]:
     return reads
 
 
-def add_runs(reads: dict[int, ShardRead], layout: Layout, runs: Iterable[Run]) -> None:
+def add_runs(reads: dict[int, ShardRead], layout: Layout, runs: Runs) -> None:
     """Add to a plan tensors of which one shard has all (``Layout.homes``)."""
-    homes = layout.homes
-    by_home: dict[int, list[Run]] = {}
-    for run in runs:
-        home = homes[run[0]]
-        found = by_home.get(home)
-        if found is None:
-            found = by_home[home] = reads.setdefault(home, ShardRead(home)).runs
-        found.append(run)
+    homes = list(map(layout.homes.__getitem__, runs.tensors))
+    each = set(homes)
+    for home in each:
+        own = runs if len(each) == 1 else runs.chosen([one == home for one in homes])
+        reads.setdefault(home, ShardRead(home)).runs = own

@@ -40,8 +40,15 @@ class Shards:
     def __init__(self, group: Group, store: Store, manifest: Manifest, layout: Layout) -> None:
         self._group, self._store, self._manifest, self._layout = group, store, manifest, layout
         self._what = f"reading step {manifest.step} of {store.url}"
-        #: Bytes that this rank has read.
+        self._counted: dict[int, set[int]] = {}
+        #: Bytes that came from the store, each once: a chunk that holds values and tensors is read for both.
         self.bytes = 0
+
+    def _count(self, receipt: Receipt, indices: Iterable[int]) -> None:
+        known = self._counted.setdefault(receipt.rank, set())
+        new = set(indices) - known
+        known |= new
+        self.bytes += sum(hi - lo for lo, hi in (chunk_range(index, receipt.size) for index in new))
 
     def values(self, ranks: Iterable[int]) -> dict[int, dict[str, JSON]]:
         """The encoded values of the shards that this rank asks for."""
@@ -87,7 +94,9 @@ class Shards:
     def _read_ours(self, wanted: Mapping[int, MakeJob]) -> bytes:
         for rank in sorted(wanted):
             with self._open(rank) as local:
-                self.bytes += local.run(wanted[rank](rank, local.view))
+                job = wanted[rank](rank, local.view)
+                local.run(job)
+                self._count(local.view.receipt, job.indices)
         return b""
 
     def _read_elsewhere(self, shards: Sequence[int], wanted: Mapping[int, MakeJob]) -> None:
@@ -175,7 +184,7 @@ class Shards:
                     if chunk_digest(data) != receipt.chunk(index):
                         failed.append(IntegrityError(f"{receipt.name}: chunk {index} was damaged on its way here"))
                         continue
-                    self.bytes += hi - lo
+                    self._count(receipt, (index,))
                     job.use(lo, hi, data)
         return failed
 

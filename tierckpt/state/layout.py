@@ -198,6 +198,19 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes > 0
 
 
+def are_dense(values: Sequence[object]) -> list[bool]:
+    """The same of many, most of which are plain tensors: what only few can be is asked of all at once."""
+    if not set(PLAIN).issuperset(map(type, values)):
+        return [is_dense(value) for value in values]
+    tensors: Sequence[torch.Tensor] = values  # type: ignore[assignment]
+    found = [tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0 for tensor in tensors]
+    if any(dtype.is_complex for dtype in {tensor.dtype for tensor in tensors}) or any(
+        map(torch.Tensor.is_neg, tensors)
+    ):
+        return [mark and is_live(tensor) for mark, tensor in zip(found, tensors, strict=True)]
+    return found
+
+
 def local(value: Value) -> list[torch.Tensor]:
     """The live local tensors of ``Described.pieces``, found anew; of a ``DTensor`` that has no elements here, too."""
     if isinstance(value, Pieces):

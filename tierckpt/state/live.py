@@ -266,16 +266,17 @@ class _Walker:
 
     def _children(self, name: str, keys: Iterable[Any], items: Sequence[Any]) -> list[Node]:
         """Nodes of the items; none if they hold no tensors."""
-        prefix, component = below(name), names.component
+        prefix = below(name)
         found: list[Node] = []
         plain = True
-        for key, item in zip(keys, items, strict=True):
-            path = prefix + component(key)
+        for component, item in zip(names.components(keys), items, strict=True):
+            path = prefix + component
             # Most leaves of large states are plain tensors; the rest takes the long way.
             if type(item) in PLAIN and obstacle(item, meta=self._meta) is None:
-                node: Node | None = Leaf("tensor", path, item)
-            else:
-                node = self.visit(item, path)
+                found.append(Leaf("tensor", path, item))
+                plain = False
+                continue
+            node = self.visit(item, path)
             if node is None:
                 found.append(Leaf("value", path, item))
             else:

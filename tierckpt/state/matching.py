@@ -111,7 +111,30 @@ class Matcher:
         if isinstance(node, ModuleBranch):
             plans = [self._module_entry(key, child) for key, child in zip(node.keys, node.children, strict=True)]
             return _module_plan(node, plans, self._touched)
-        return _container_plan(node, [self.match(child) for child in node.children])
+        return _container_plan(node, self._match_all(node.children))
+
+    def _match_all(self, children: Sequence[Node]) -> list[Plan | None]:
+        """Fit all of them."""
+        if self.keys is not None:
+            return [self.match(child) for child in children]
+        nodes, saved, tensors = self.nodes, self.saved, self.tensors
+        seen: list[str] = []
+        found: list[Plan | None] = []
+        for child in children:
+            name = child.name
+            if child.kind == "tensor" and name in nodes and nodes[name].kind == "tensor":
+                # Most leaves of large states: the short way.
+                seen.append(name)
+                live = child.live
+                if type(live) in PLAIN and (dtype_name(live.dtype), live.shape) == saved[name] and not live.is_meta:
+                    tensors[name] = live
+                else:
+                    self._fit_tensor(name, live)
+                found.append(None)
+            else:
+                found.append(self.match(child))
+        self.seen.update(seen)
+        return found
 
     def _module_entry(self, key: str, child: Node) -> Plan | None:
         """Extra state may look any way; its module takes what was saved."""
@@ -149,11 +172,6 @@ class Matcher:
     def _leaf(self, leaf: Leaf) -> Plan | None:
         name = leaf.name
         saved = self.nodes.get(name)
-        if self.keys is None and saved is not None and leaf.kind == saved.kind == "tensor":
-            # Most leaves of large states: the short way.
-            self.seen.add(name)
-            self._fit_tensor(name, leaf.live)
-            return None
         if leaf.kind == "value" and saved is not None and saved.children and not saved.is_value:
             return self._descend(leaf, saved)
         if not self.wanted(name):
@@ -456,9 +474,9 @@ def call_load_state_dict(target: Any, state: Any, name: str) -> None:
 
 
 def _container_plan(node: Branch, plans: Sequence[Plan | None]) -> Plan | None:
-    changes = [(key, plan) for key, plan in zip(node.keys, plans, strict=True) if plan is not None]
-    if not changes:
+    if not any(plans):
         return None
+    changes = [(key, plan) for key, plan in zip(node.keys, plans, strict=True) if plan is not None]
     live = node.live
 
     def set_items(got: Decoded) -> Any:

@@ -87,10 +87,10 @@ def _merge(tree: Any, name: str, nodes: dict[str, SavedNode], number: int, left_
     if kind == "per_rank":
         node.detail = (node.detail or 0) | 1 << number
     node.trees |= 1 << number
-    prefix, component = below(name), names.component
+    prefix = below(name)
     children = node.children
-    for key, child in pairs:
-        path = prefix + component(key)
+    for (key, child), component in zip(pairs, names.components(key for key, _ in pairs), strict=True):
+        path = prefix + component
         if path not in children:
             children[path] = key
         if child == _TENSOR and path not in nodes:

@@ -90,7 +90,7 @@ class Target:
         self.unexpected = {
             name
             for name, node in nodes.items()
-            if not node.children and name not in matcher.seen and matcher.wanted(name) and _is_leaf(node.kind)
+            if name not in matcher.seen and not node.children and matcher.wanted(name) and _is_leaf(node.kind)
         }
         self.unexpected.update(filter(matcher.wanted, view.absent))
 
@@ -170,7 +170,7 @@ class Target:
 
 def _check_saved(saved: Saved) -> None:
     for name, node in saved.nodes.items():
-        if node.kind in ("tensor", "array") and name not in saved.tensors:
+        if name not in saved.tensors and node.kind in ("tensor", "array"):
             raise IntegrityError(f"the layout has no tensor {name!r}, which its tree names")
 
 
