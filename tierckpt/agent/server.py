@@ -206,6 +206,8 @@ class Connection:
         try:
             while not self.bye:
                 with self.channel.receive() as message:
+                    if self.channel.hung_up:
+                        return  # who asked has given it up, while this process was stopped: it must not be done after all
                     answer = self._request(message)
                     try:
                         reply, descriptors = answer()
@@ -215,6 +217,9 @@ class Connection:
                         reply, descriptors = refusal(error), []
                 try:
                     self.channel.send(reply, descriptors)
+                except BaseException:
+                    self._untold(reply)
+                    raise
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -228,6 +233,13 @@ class Connection:
                 self.server.holdings.note(f"a connection ended: {error}")
         finally:
             self._end()
+
+    def _untold(self, reply: dict[str, JSON]) -> None:
+        """Nobody has heard the reply: a slot that it gives is free again."""
+        slot, ticket = reply.get("slot"), reply.get("ticket")
+        if type(slot) is int and type(ticket) is int and self.generation is not None:
+            with contextlib.suppress(TierckptError):  # the last connection is gone, and with it the slot
+                self.server.holdings.give_back(self.generation, self.rank, slot, ticket)
 
     def _end(self) -> None:
         try:
@@ -364,14 +376,17 @@ class Connection:
 
     def _slot(self, fields: Fields, message: Message) -> Reply:
         wait = fields.integer("wait") / 1000
-        size = fields.integer("size", low=1)
-        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended)
+        size, ticket = fields.integer("size", low=1), fields.integer("ticket")
+        held = {one for one in fields.array("held") if type(one) is int}
+        self.server.holdings.give_back_lost(self._own, self.rank, ticket, held)
+        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended, ticket)
         live: list[JSON] = list(self.server.holdings.numbers(self._own, self.rank))
         descriptor = fcntl.fcntl(slot.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
-        return {"capacity": slot.capacity, "live": live, "ok": True, "slot": slot.number}, [descriptor]
+        given: dict[str, JSON] = {"capacity": slot.capacity, "live": live, "slot": slot.number, "ticket": ticket}
+        return {**given, "ok": True}, [descriptor]
 
     def _release(self, fields: Fields, message: Message) -> Reply:
-        self.server.holdings.give_back(self._own, self.rank, fields.integer("slot"))
+        self.server.holdings.give_back(self._own, self.rank, fields.integer("slot"), fields.integer("ticket"))
         return {"ok": True}, []
 
     def _seal(self, fields: Fields, message: Message) -> Reply:
@@ -406,7 +421,7 @@ class Connection:
                 pinned=fields.boolean("pinned"),
             )
 
-        self.server.holdings.seal(generation, rank, step, number, make)
+        self.server.holdings.seal(generation, rank, step, number, fields.integer("ticket"), make)
         return {"ok": True}, []
 
     def _complete(self, fields: Fields, message: Message) -> Reply:
@@ -506,12 +521,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
         False,
     ),
     "coordinate": (("key", "since", "keys"), Connection._coordinate, True),
-    "slot": (("size", "wait"), Connection._slot, True),
-    "release": (("slot",), Connection._release, True),
+    "slot": (("size", "wait", "ticket", "held"), Connection._slot, True),
+    "release": (("slot", "ticket"), Connection._release, True),
     "seal": (
         (
             "step",
             "slot",
+            "ticket",
             "size",
             "header_size",
             "header_digest",

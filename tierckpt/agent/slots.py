@@ -27,6 +27,7 @@ class Slot:
         descriptor: of the memfd.
         busy: filling, or holding a shard.
         sealed: holding a shard.
+        ticket: of the request that it was given to.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Slot:
     memory: memoryview = field(repr=False)
     busy: bool = True
     sealed: bool = False
+    ticket: int = 0
 
     @property
     def state(self) -> str:

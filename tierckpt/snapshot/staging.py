@@ -33,8 +33,9 @@ AnySlot: TypeAlias = Slot | RemoteSlot
 class Memory(Protocol):
     """Where one step of one rank is kept, in this process or in the node's agent."""
 
-    seals: bool
-    """Whether a sealed shard outlives this process."""
+    @property
+    def seals(self) -> bool:
+        """Whether a sealed shard outlives this process."""
 
     def acquire(self, size: int) -> AnySlot:
         """A slot of at least so many bytes."""
@@ -101,7 +102,8 @@ class Staging:
                     sample.take(lambda name: name not in taken.optimizer_storages)
                 also = [] if sample is None else [sample.take]
                 # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
-                keep = [tensor.untyped_storage() for tensor in _late(split, taken)]
+                keep: list[object] = [tensor.untyped_storage() for tensor in _late(split, taken)]
+                keep.append(slot)  # and nobody else gets this one
                 # Known before it begins: an interrupt must not leave a copy that nobody waits for.
                 late = source.stage_behind_fence(slot.buffer, split, _watch(split, taken), also, keep, done)
                 self._source = late
@@ -121,6 +123,11 @@ class Staging:
     def waited(self) -> float:
         """Seconds for which training stood at the fence because of it."""
         return self._source.waited if isinstance(self._source, SlotSource) else 0.0
+
+    @property
+    def outlives(self) -> bool:
+        """Whether it can be sealed: it lies in memory that outlives this process."""
+        return self._memory is not None and self._memory.seals
 
     def ready(self) -> bytes:
         """Wait until all is there; what the other ranks have to know of it.
@@ -258,10 +265,10 @@ class Staging:
         slot, self._slot = self._slot, None
         self._source = self._live = self._sample = None
         sealed, self._sealed = self._sealed, False
-        if sealed and self._memory is not None:
-            self._memory.settled(durable)
-        elif slot is not None:
+        if not sealed and slot is not None:
             slot.release()
+        if self._memory is not None and (sealed or durable):
+            self._memory.settled(durable)
 
 
 #: So many step counts are compared; those of one group are equal.
