@@ -167,9 +167,13 @@ def meet(group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[
         What else :meth:`Ranks.vote` raises.
     """
     what = f"the save of step {step}"
+
+    def word() -> bytes:  # the same place for all, whatever each has to say
+        return part()
+
     while True:
         try:
-            return group.vote(what, part, tag=call << _STEP_BITS | step)
+            return group.vote(what, word, tag=call << _STEP_BITS | step)
         except OutOfStepError as error:
             calls = [tag >> _STEP_BITS for tag in error.tags]
             steps = [tag & (1 << _STEP_BITS) - 1 for tag in error.tags]
