@@ -29,7 +29,8 @@ def _outcome(handle: tierckpt.Handle, tier: str | None = None) -> str:
 def _saves(rank: int, root: str, agent: str, disk: int, calls: list[tuple[int, int]]) -> tuple[list[str], float]:
     """Each rank passes its own of two steps to each save, and waits for all in the end."""
     began = time.monotonic()
-    with Checkpointer(root, tiers=[Ram(), Disk(every=disk)], agent=agent, timeout=TIMEOUT) as ckpt:
+    tiers = [Ram(on_full="wait"), Disk(every=disk)]
+    with Checkpointer(root, tiers=tiers, agent=agent, timeout=TIMEOUT) as ckpt:
         ckpt.save(0, state(0, rank)).wait()
         handles = [ckpt.save(call[rank], state(call[rank], rank)) for call in calls]
         told = [_outcome(handle) for handle in handles]
