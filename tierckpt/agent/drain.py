@@ -49,6 +49,9 @@ class Staged(Protocol):
     def seal(self, shard: Shard) -> None:
         """Hand it over to memory that outlives this process."""
 
+    def withdraw(self) -> None:
+        """What was sealed does not stay: some rank could not."""
+
     def release(self, durable: bool) -> None:
         """Nothing more is written of it; ``durable``: it is committed."""
 

@@ -126,11 +126,14 @@ class Sealing:
             self._skip(job, ("ram", "disk"), f"step {job.step} was skipped: {_where(skipped)}")
             return
         offers = job.agree([said[1:] for said in told])
+        if job.due or not job.own:
+            shard = job.settle(self._ranks, what, offers)
+        if not job.own:
+            sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
+            job.own = [rank for rank, said in enumerate(sealed) if said == _SILENT]
         if job.own:
-            self._pass_on(job, what, told, offers)
+            self._pass_on(job, told)
             return
-        shard = job.settle(self._ranks, what, offers)
-        self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
         self._make_room(job, told)
         try:
             self._complete(job.step, job.due)
@@ -150,13 +153,14 @@ class Sealing:
             self._only_here = job
             job.handle._finish(None, job.error)
 
-    def _pass_on(self, job: Job, what: str, told: Sequence[bytes], offers: Sequence[bytes]) -> None:
+    def _pass_on(self, job: Job, told: Sequence[bytes]) -> None:
         """A step that some rank cannot seal: each writes its own part, if it is due on the disk, as where there is no agent."""
+        assert not isinstance(job.staged, BaseException)
+        job.staged.withdraw()
         why = f"step {job.step} is in no memory that outlives the trainers: the agent of ranks {ranks(job.own)} does not answer"
         if not job.due:
             self._skip(job, ("ram",), why)
             return
-        job.settle(self._ranks, what, offers)
         self._make_room(job, told)
         job.handle._skip("ram", why)
         self._only_here = None
@@ -204,7 +208,10 @@ class Sealing:
 
 def _seal(job: Job, shard: Shard) -> bytes:
     assert not isinstance(job.staged, BaseException)
-    job.staged.seal(shard)
+    try:
+        job.staged.seal(shard)
+    except AgentSilentError:
+        return _SILENT
     return b""
 
 
@@ -217,6 +224,8 @@ def again(job: Job) -> Handle:
 
 #: What stands in front of what a rank has staged: whether it will have a slot for the next save; or of why it has none.
 _ROOM, _SHORT, _SKIPPED = b"+", b"-", b"0"
+#: What a rank says whose agent did not answer when it was to seal.
+_SILENT = b"silent"
 
 
 def _where(skipped: Mapping[int, str]) -> str:

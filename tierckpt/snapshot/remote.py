@@ -194,13 +194,13 @@ class RemoteArena:
     def write(self, place: Place, title: Title, shard: Shard) -> bytes:
         """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`).
 
-        One that does not answer was not asked, and writes nothing of it while this process lives: so we do.
+        If it does not answer we do so: the bytes are the same, and what it had begun goes to a file that has no name any more.
         """
-        if not self.answers:
+        try:
+            reply = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step)
+        except AgentSilentError:
             return OwnWriter().write(place, title, shard)
-        entry = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step).fields.get(
-            "entry"
-        )
+        entry = reply.fields.get("entry")
         if type(entry) is not str:
             raise StoreError("the agent did not say what it wrote")
         return entry.encode()

@@ -68,7 +68,7 @@ class Staging:
         refuse: bool,
     ) -> None:
         self._planner, self._memory, self._metadata, self._refuse = planner, memory, metadata, refuse
-        self._sealed = False
+        self._sealed = self._withdrawn = False
         self._failure: Exception | None = None
         self._layout, self._replicas, self._sample = planned.layout, planned.replicas, planned.sample
         self._plan, self._total = prepared.plan, prepared.total
@@ -152,6 +152,10 @@ class Staging:
         assert self._memory is not None
         self._memory.seal(self._slot, shard)
         self._sealed = True
+
+    def withdraw(self) -> None:
+        """What was sealed does not stay: some rank could not. It goes when it has been written."""
+        self._withdrawn = True
 
     def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, and a line for each replica that differs between ranks. Collective.
@@ -267,6 +271,9 @@ class Staging:
         sealed, self._sealed = self._sealed, False
         if not sealed and slot is not None:
             slot.release()
+        if self._memory is not None and sealed and self._withdrawn:
+            self._memory.drop()
+            sealed = False
         if self._memory is not None and (sealed or durable):
             self._memory.settled(durable)
 
