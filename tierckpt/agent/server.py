@@ -28,6 +28,9 @@ from tierckpt.format.canonical import JSON, Fields
 from tierckpt.format.digest import derive
 from tierckpt.tiers.disk import DiskPlace
 
+#: Signals that ask an agent to end. Held back from before there is a socket, so that it is always taken away.
+ENDS = (signal.SIGTERM, signal.SIGINT)
+
 Reply = tuple[dict[str, JSON], list[int]]
 
 #: Seconds before the next attempt to take a connection, when the machine had no room for one.
@@ -64,6 +67,7 @@ class Server:
         signal.signal(signal.SIGINT, self._stopped if self.stays else signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # what has come since there is a socket is served now
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake_r, select.POLLIN)
