@@ -175,7 +175,7 @@ class Holdings:
                     break
                 if not room and self._give_up_durable(generation, rank):
                     continue
-                if not room and not own:
+                if not room and (not own or not self._may_free(generation, rank)):
                     raise ArenaFullError(self._full(size))
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -194,6 +194,15 @@ class Holdings:
                     own.append(made)
                 self.change.notify_all()
         return made
+
+    def _may_free(self, generation: Generation, rank: int) -> bool:
+        """Whether memory may become free while ``rank`` waits: others get no further than to where they wait for it."""
+        return any(
+            snapshot.holds or (snapshot.due and step.complete)
+            for one in self.generations.values()
+            for step in one.steps.values()
+            for snapshot in step.snapshots.values()
+        ) or any(rank in step.snapshots and not step.complete for step in generation.steps.values())
 
     def numbers(self, generation: Generation, rank: int) -> list[int]:
         """The slots that ``rank`` has."""
