@@ -414,6 +414,7 @@ class Checkpointer:
         """Let all ranks give up what only some of them have handed over: those would wait for the others."""
         self._count += 1
         if self._group.size > 1 and self._planner.is_planned:
+            fence.wait()  # who stands here must not be waited for
             mark = Mark(self._count)
             if self._ram_tier is not None:
                 self._ram_tier.sealing.put(mark)

@@ -213,8 +213,8 @@ class Client:
     def _listen(self, closed: threading.Event) -> None:
         """Until it answers, or has died, so that the next request finds another one; or nobody needs it any more."""
         while not closed.is_set():
-            home = Home.of(self.node, self.run, make=False)
             try:
+                home = Home.of(self.node, self.run, make=False)
                 sock = home.connect(self._patience) if home is not None else None
             except StoreError:  # so many wait to be heard that there is no room for one more
                 closed.wait(self._patience)

@@ -172,9 +172,11 @@ class AgentMemory:
         """From then on this process may die.
 
         Raises:
+            AgentSilentError: it does not answer, or did not when memory was asked for.
             AgentLostError: the agent died; the next save goes on with a new one.
         """
-        assert not isinstance(slot, Slot)
+        if isinstance(slot, Slot):
+            raise AgentSilentError(f"step {self._step} is in the memory of its trainer")
         self._tier.arena.seal(self._step, slot, shard, due=self._due, pinned=self._pinned)
 
     def drop(self) -> None:
