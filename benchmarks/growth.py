@@ -40,8 +40,16 @@ def held(pid: int) -> dict[str, int]:
         "anonymous KiB": memory.get("Pss_Anon", 0),
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": len(threads),
-        "children": sum(len(Path(thread, "children").read_text().split()) for thread in threads),
+        "children": sum(map(children, threads)),
     }
+
+
+def children(thread: Path) -> int:
+    """How many processes a thread has started that are there."""
+    try:
+        return len((thread / "children").read_text().split())
+    except FileNotFoundError:  # it has just ended
+        return 0
 
 
 def train(rank: int, options: argparse.Namespace, folder: str) -> None:

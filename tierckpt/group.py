@@ -23,7 +23,7 @@ from tierckpt.errors import LostContactError, OutOfStepError, StateError, Tierck
 from tierckpt.telling import by_rank, ranks, warn
 
 #: Bytes in front of what a rank says in a vote: what tells the place from others, and the tag.
-_LABEL, _TAG = 8, 16
+_LABEL, _TAG = 8, 8
 #: Up to so many ranks that have something to say are heard one after the other.
 _FEW = 4
 
@@ -217,7 +217,7 @@ class Group:
         Args:
             what: names the step in messages.
             part: this rank's part; what it raises is raised here on all ranks.
-            tag: must be the same on all ranks: that they mean the same step. Below 2^128.
+            tag: must be the same on all ranks: that they mean the same step. Below 2^64.
 
         Raises:
             OutOfStepError: tags differ; it outranks what else has failed.

@@ -383,13 +383,13 @@ def test_an_agent_that_stands_still_in_the_middle_of_a_write_spoils_nothing_when
     tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """The trainer has written the same step in its place meanwhile."""
-    monkeypatch.setattr(config, "AGENT_ANSWER", 2.0)
     root, size = tmp_path / "s", 3 << 20  # more chunks than are written at once
     with Checkpointer(root, agent="auto") as ckpt:
         ckpt.save(1, state(1, size=size)).wait()
         begun = faults.hold(folder_of(2))
         handle = ckpt.save(2, state(2, size=size))
         until(begun)
+        monkeypatch.setattr(config, "AGENT_ANSWER", 2.0)
         pid = int(status()["pid"])
         os.kill(pid, signal.SIGSTOP)
         faults.clear()
@@ -403,6 +403,7 @@ def test_an_agent_that_stands_still_in_the_middle_of_a_write_spoils_nothing_when
         before = {"failures": 0, "shards": 1}[drained]
         until(lambda: status()["drained"][drained] > before)
         faults.clear()
+        monkeypatch.setattr(config, "AGENT_ANSWER", 15.0)
         assert tierckpt.verify(root, every=True).ok
         for step in range(3, 8):
             ckpt.save(step, state(step, size=size)).wait()

@@ -172,35 +172,33 @@ def meet(group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[
     what = f"the save of step {step}"
 
     def word() -> bytes:  # the same place for all, whatever each has to say
-        return part()
+        return step.to_bytes(_STEP, "little") + part()
 
     while True:
         try:
-            return group.vote(what, word, tag=call << _STEP_BITS | step)
+            told = group.vote(what, word, tag=call)
         except OutOfStepError as error:
-            calls = [tag >> _STEP_BITS for tag in error.tags]
-            steps = [tag & (1 << _STEP_BITS) - 1 for tag in error.tags]
-            newest = max(calls)
-            if min(calls) == newest:
-                told = by_rank([f"step {one}" for one in steps])
-                raise OutOfStepError(
-                    f"{what} failed: the ranks pass different steps to the same save ({told})"
-                ) from error
-            early = [rank for rank, one in enumerate(calls) if one < newest]
+            newest = max(error.tags)
+            early = ranks([rank for rank, one in enumerate(error.tags) if one < newest])
             if call < newest:
-                later = ranks([rank for rank, one in enumerate(calls) if one == newest])
+                later = ranks([rank for rank, one in enumerate(error.tags) if one == newest])
                 raise OutOfStepError(
-                    f"{what} failed: ranks {ranks(early)} alone saved in this call; ranks {later} had nothing due and went on. "
+                    f"{what} failed: ranks {early} alone saved in this call; ranks {later} had nothing due and went on. "
                     "All ranks must pass the same steps to save()"
                 ) from error
-            alone = ", ".join(str(one) for one in sorted({steps[rank] for rank in early}))
             warn(
-                f"step {alone}, saved by ranks {ranks(early)} alone, is given up: all ranks must pass the same steps to save()"
+                f"what ranks {early} alone saved before step {step} is given up: all ranks must pass the same steps to save()"
             )
+            continue
+        steps = [int.from_bytes(said[:_STEP], "little") for said in told]
+        if len(set(steps)) > 1:
+            which = by_rank([f"step {one}" for one in steps])
+            raise OutOfStepError(f"{what} failed: the ranks pass different steps to the same save ({which})")
+        return [said[_STEP:] for said in told]
 
 
-#: Steps are below 2^53; the call stands above the step in what ranks tell each other.
-_STEP_BITS = 64
+#: Bytes of a step in what ranks tell each other.
+_STEP = 8
 
 
 class Drain:
