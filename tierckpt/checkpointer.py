@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from tierckpt import config, signals
 from tierckpt.agent.coordinator import Coordinator
-from tierckpt.agent.drain import Drain, Job, Staged
+from tierckpt.agent.drain import Drain, Job, Mark, Staged
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
@@ -144,6 +144,8 @@ class Checkpointer:
         self._done: set[int] = set()
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
+        # All ranks count the same calls, whatever comes of them.
+        self._count = 0
         self._pid = os.getpid()
         self._last_due: dict[str, tuple[int, float]] = {}
         self._closed = False
@@ -212,6 +214,7 @@ class Checkpointer:
     def _restore(self, state: Any, *, step: int | None, **arguments: Any) -> LoadInfo | None:
         self._must_be_open()
         # What is still being drained belongs to the generation that ends here.
+        self._meet()
         self.wait()
         self._surface()
         info = None
@@ -284,7 +287,7 @@ class Checkpointer:
             step: names the checkpoint; each step once.
             state: nested containers of tensors and values, modules, optimizers, anything with ``state_dict()``.
             metadata: any encodable value, stored beside the checkpoint.
-            pin: never retire it.
+            pin: never retire it. It goes to the disk whatever the cadence says.
 
         Raises:
             StateError, LayoutError: the state cannot be saved; the message names the path.
@@ -300,6 +303,7 @@ class Checkpointer:
         began = time.perf_counter()
         with self._calls, self._counted(saves=True) as last:
             self._must_be_open()
+            self._count += 1
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
                 self._refuse(StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
             handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
@@ -321,7 +325,10 @@ class Checkpointer:
         names = [tier.name for tier in self._all_tiers]
         handle = Handle(step, names, names)
         try:
-            due = [tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always or last)]
+            # What is never to be retired must be where nothing but that ends it; asked last, since ranks may have to agree.
+            due = [
+                tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always or last) or pin
+            ]
             if not due:
                 return Handle(step, names, ())
             # What goes to the disk is in memory first.
@@ -393,7 +400,7 @@ class Checkpointer:
                     for staging in begun:
                         staging.release(False)
                     handle._set_staged()
-                job = Job(step, pin, staged, handle, due=self._disk.name in handle.due)
+                job = Job(self._count, step, pin, staged, handle, due=self._disk.name in handle.due)
                 self._hand_over(job)
 
     def _hand_over(self, job: Job) -> None:
@@ -403,11 +410,23 @@ class Checkpointer:
             job.handle._skip(Ram.name, "no agent could be started here")
             self._drain.put(job)
 
+    def _meet(self) -> None:
+        """Let all ranks give up what only some of them have handed over: those would wait for the others."""
+        self._count += 1
+        if self._group.size > 1 and self._planner.is_planned:
+            fence.wait()  # who stands here must not be waited for
+            mark = Mark(self._count)
+            if self._ram_tier is not None:
+                self._ram_tier.sealing.put(mark)
+            else:
+                self._drain.put(mark)
+            mark.passed.wait()
+
     def _refuse(self, error: TierckptError) -> NoReturn:
         """Raise what is wrong with a call. The other ranks may be in a save: their drains must not wait for this one."""
         if self._group.size > 1 and self._planner.is_planned:
             # Under a number that no step has: nothing of a step that exists may be taken for what has failed.
-            self._hand_over(Job(MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
+            self._hand_over(Job(self._count, MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
         raise error
 
     def _stage(
@@ -430,7 +449,7 @@ class Checkpointer:
         memory: Memory | None = None
         if not live and self._ram_tier is not None:
             due = self._disk.name in handle.due
-            memory = AgentMemory(self._ram_tier, handle.step, due=due, pinned=pinned, must=last)
+            memory = AgentMemory(self._ram_tier, handle.step, due=due, pinned=pinned, must=last or pinned)
         elif not live:
             memory = OwnMemory(self._arena, self._timeout)
         refuse = self._on_disagreement == "refuse"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TierckptError(Exception):
     """Base of all errors of this package."""
@@ -25,6 +27,14 @@ class LayoutError(TierckptError):
 
 class StateError(TierckptError):
     """A value cannot be encoded, or a template cannot take a value. The message names its path."""
+
+
+class OutOfStepError(StateError):
+    """Ranks came to different saves. ``tags`` has what each rank said of the one that it was at."""
+
+    def __init__(self, text: str, tags: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.tags = list(tags)
 
 
 class StoreError(TierckptError):

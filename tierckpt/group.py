@@ -19,9 +19,11 @@ from typing import Any
 
 from tierckpt import config, errors
 from tierckpt.config import ANSWER_SECONDS
-from tierckpt.errors import LostContactError, StateError, TierckptError
-from tierckpt.telling import warn
+from tierckpt.errors import LostContactError, OutOfStepError, StateError, TierckptError
+from tierckpt.telling import by_rank, ranks, warn
 
+#: Bytes in front of what a rank says in a vote: what tells the place from others, and the tag.
+_LABEL, _TAG = 8, 8
 #: Up to so many ranks that have something to say are heard one after the other.
 _FEW = 4
 
@@ -176,7 +178,7 @@ class Group:
             return "lost contact with another rank and with the rendezvous store, which could tell with which"
         if not gone:
             return "lost contact with another rank, although all of them are there"
-        return f"lost contact with rank{'s' if len(gone) > 1 else ''} {_ranks(gone)}"
+        return f"lost contact with rank{'s' if len(gone) > 1 else ''} {ranks(gone)}"
 
     def _absent(self, ranks: range) -> list[int]:
         """Those that have not said that they are there, found by halving: few are missing as a rule."""
@@ -215,41 +217,45 @@ class Group:
         Args:
             what: names the step in messages.
             part: this rank's part; what it raises is raised here on all ranks.
-            tag: must be the same on all ranks: that they mean the same step.
+            tag: must be the same on all ranks: that they mean the same step. Below 2^64.
 
         Raises:
+            OutOfStepError: tags differ; it outranks what else has failed.
             TierckptError: the error of the lowest rank that failed, by its own type, naming all ranks that failed.
             LostContactError: a rank is gone; whether others got every result is not known.
         """
         mine: Exception | None = None
+        place = _label(part) + tag.to_bytes(_TAG, "little")
         try:
-            message = b"+" + _label(part) + tag.to_bytes(8, "little") + part()
+            message = b"+" + place + part()
         except Exception as error:
             mine = error
-            message = b"-" + _error_to_json(error)
+            message = b"-" + place + _error_to_json(error)
         results = self.exchange(message)
         failed = [rank for rank, result in enumerate(results) if result[:1] == b"-"]
+        other = [rank for rank, result in enumerate(results) if result[1 : 1 + _LABEL] != _label(part)]
+        words = 1 + _LABEL + _TAG
+        if other and not failed:
+            raise StateError(
+                f"{what}: rank {ranks(other)} {'is' if len(other) == 1 else 'are'} in another call: all ranks must make "
+                "the same calls in the same order"
+            )
+        if not other:
+            tags = [int.from_bytes(result[1 + _LABEL : words], "little") for result in results]
+            if len(set(tags)) > 1:
+                raise OutOfStepError(f"{what}: ranks are in different steps: {by_rank(tags)}", tags) from mine
         if not failed:
-            other = [rank for rank, result in enumerate(results) if result[1:9] != _label(part)]
-            if other:
-                raise StateError(
-                    f"{what}: rank {_ranks(other)} {'is' if len(other) == 1 else 'are'} in another call: all ranks must make "
-                    "the same calls in the same order"
-                )
-            tags = {rank: int.from_bytes(result[9:17], "little") for rank, result in enumerate(results)}
-            if len(set(tags.values())) > 1:
-                raise StateError(f"{what}: ranks are in different steps: {tags}")
-            return [result[17:] for result in results]
+            return [result[words:] for result in results]
         if self.size == 1:
             assert mine is not None
             raise mine
-        raise _combined(what, {rank: results[rank][1:] for rank in failed}, mine)
+        raise _combined(what, {rank: results[rank][words:] for rank in failed}, mine)
 
 
 def _label(part: Callable[[], bytes]) -> bytes:
-    """8 bytes that tell one place where ranks vote from another, so that votes that cross do not read each other's words."""
+    """Bytes that tell one place where ranks vote from another, so that votes that cross do not read each other's words."""
     name = f"{part.__module__}.{part.__qualname__}"
-    return hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return hashlib.blake2b(name.encode(), digest_size=_LABEL).digest()
 
 
 def _distributed() -> Any:
@@ -275,20 +281,10 @@ def _combined(what: str, failures: dict[int, bytes], mine: Exception | None) -> 
     kind = getattr(errors, kinds[0], TierckptError)
     same = len({text for _, text in told.values()}) == 1 and len(told) > 1
     if same:
-        lines = [f"ranks {_ranks(sorted(told))}: {next(iter(told.values()))[1]}"]
+        lines = [f"ranks {ranks(sorted(told))}: {next(iter(told.values()))[1]}"]
     else:
         lines = [f"rank {rank}: {text}" for rank, (_, text) in sorted(told.items())]
     error = kind(f"{what} failed: " + "; ".join(lines))
     error.__cause__ = mine
     assert isinstance(error, TierckptError)
     return error
-
-
-def _ranks(ranks: list[int]) -> str:
-    text: list[str] = []
-    for rank in ranks:
-        if text and rank == int(text[-1].split("-")[-1]) + 1:
-            text[-1] = f"{text[-1].split('-')[0]}-{rank}"
-        else:
-            text.append(str(rank))
-    return ", ".join(text)

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 import tierckpt
+from tests.agents import status, until
 from tests.cases.common import Faults, blank, fails_for, files_of, folder_of, holds, on_write, shard_of, sharded, state
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk, StoreError, group
+from tierckpt import Checkpointer, Disk, StoreError, config, group
 from tierckpt.errors import LostContactError
 from tierckpt.snapshot.remote import RemoteArena
 
@@ -374,3 +375,38 @@ def test_c29_retries_end(tmp_path: Path) -> None:
     texts = run_ranks(_never_gets_better, 4, str(tmp_path), timeout=30)
     assert len(set(texts)) == 1 and "rank 3" in texts[0] and os.strerror(errno.EAGAIN) in texts[0]
     assert tierckpt.latest(tmp_path) is None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("then", ["goes on", "fails"])
+def test_an_agent_that_stands_still_in_the_middle_of_a_write_spoils_nothing_when_it_goes_on(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """The trainer has written the same step in its place meanwhile."""
+    root, size = tmp_path / "s", 3 << 20  # more chunks than are written at once
+    with Checkpointer(root, agent="auto") as ckpt:
+        ckpt.save(1, state(1, size=size)).wait()
+        begun = faults.hold(folder_of(2))
+        handle = ckpt.save(2, state(2, size=size))
+        until(begun)
+        monkeypatch.setattr(config, "AGENT_ANSWER", 2.0)
+        pid = int(status()["pid"])
+        os.kill(pid, signal.SIGSTOP)
+        faults.clear()
+        assert handle.wait() is not None
+        if then == "fails":
+            faults.fail(folder_of(2), "shard", errno=errno.EIO)
+        os.kill(pid, signal.SIGCONT)
+        assert ckpt._ram_tier is not None
+        until(lambda: ckpt._ram_tier.arena.answers)  # type: ignore[union-attr]
+        drained = "failures" if then == "fails" else "shards"
+        before = {"failures": 0, "shards": 1}[drained]
+        until(lambda: status()["drained"][drained] > before)
+        faults.clear()
+        monkeypatch.setattr(config, "AGENT_ANSWER", 15.0)
+        assert tierckpt.verify(root, every=True).ok
+        for step in range(3, 8):
+            ckpt.save(step, state(step, size=size)).wait()
+    found = blank(size=size)
+    assert tierckpt.load(found, root, step=2).sources.keys() == {"disk"} and holds(found, 2)
+    assert tierckpt.steps(root) == list(range(1, 8)) and tierckpt.verify(root, every=True).ok

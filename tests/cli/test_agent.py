@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 import tierckpt
 from tests.agents import kill, status, statuses, until
 from tests.cases.common import state
@@ -69,6 +71,24 @@ def test_an_agent_run_by_hand_is_used_and_stays(cli: Cli, tmp_path: Path) -> Non
         assert tierckpt.steps(root) == [0, 3]
     assert not statuses()
     assert tierckpt.verify(root).ok
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_told_to_end_as_soon_as_it_is_there_leaves_nothing(cli: Cli, number: int) -> None:
+    folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "tierckpt"
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tierckpt", "agent", "--run", "train-7"], stderr=subprocess.PIPE
+        )
+        try:
+            until(lambda: list(folder.glob("*.sock")))
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.communicate()
+        assert not list(folder.iterdir())
+        assert cli("status").lines == ["no agent of this user runs here"]
 
 
 def test_it_stays_when_its_trainers_are_done(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import ArenaFullError, Checkpointer, LayoutError, PerRank, Pieces, StateError, StepExistsError
+from tierckpt import ArenaFullError, Checkpointer, Disk, LayoutError, PerRank, Pieces, Ram, StateError, StepExistsError
 from tierckpt.group import Group
 from tierckpt.snapshot.arena import Arena
 
@@ -210,6 +211,30 @@ def _no_room(rank: int, root: str) -> list[int]:
 
 def test_what_cannot_be_staged_whole_is_staged_in_parts_the_next_time(tmp_path: Path) -> None:
     assert run_ranks(_no_room, 2, str(tmp_path / "s")) == [[0, 2], [0, 2]]
+
+
+def _no_budget(rank: int, root: str) -> tuple[list[int], float]:
+    """The same where it is the budget of the agent that has no room for what all ranks hold."""
+    state: dict[str, Any] = {"w": torch.arange(50_000.0), "n": 0}
+    began = time.monotonic()
+    with Checkpointer(root, tiers=[Ram(budget=2_900_000), Disk(every=1000)], timeout=40) as ckpt:
+        ckpt.save(0, state).wait()
+        for step in (1, 2, 3):
+            ckpt.save(step, state).wait("ram")
+        state["more"] = torch.ones(300_000)
+        handle = ckpt.save(4, state)
+        assert handle.timings["stall"] < 20
+        with pytest.raises(ArenaFullError, match="budget of the agent is 2,900,000"):
+            handle.wait("ram")
+        ckpt.save(5, state).wait("ram")
+        found = {"w": torch.zeros(50_000), "n": 0, "more": torch.zeros(300_000)}
+        assert tierckpt.load(found, root).step == 5 and _equal(found, state)
+    return tierckpt.steps(root), time.monotonic() - began
+
+
+def test_what_has_no_room_in_the_agent_waits_for_no_rank_that_waits_for_it(tmp_path: Path) -> None:
+    for steps, seconds in run_ranks(_no_budget, 2, str(tmp_path / "s")):
+        assert steps == [0, 5] and seconds < 20
 
 
 def _overlapping(rank: int, root: str) -> tuple[str, list[int]]:

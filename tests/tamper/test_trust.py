@@ -28,6 +28,7 @@ from tierckpt.cli import main
 from tierckpt.format import paths
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.keys import SigningKey
+from tierckpt.tiers import trust as trust_module
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.trust import TrustWarning
@@ -536,3 +537,28 @@ def test_c102_damage(sample: Sample, capsys: pytest.CaptureFixture[str], case: s
     else:
         with pytest.raises(tierckpt.TierckptError, match=name):
             tierckpt.load(template(), sample.root)
+
+
+def test_pins_of_temporary_stores_that_are_gone_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of any other store stay: it may be one that is not mounted just now."""
+    temporary, elsewhere = tmp_path / "tmp", tmp_path / "elsewhere"
+    for folder in (temporary, elsewhere):
+        folder.mkdir()
+    temporary.chmod(0o1777)
+    monkeypatch.setattr(trust_module, "_temporary_folders", lambda: [str(temporary)])
+    known = Path(os.environ["XDG_CONFIG_HOME"], "tierckpt", "known")
+    for number in range(20):
+        save(temporary / f"s{number}", 1, run=f"gone-{number}")
+        shutil.rmtree(temporary / f"s{number}")
+        assert len(list(known.iterdir())) <= 2
+    for root, name in ((elsewhere / "s", "unmounted"), (temporary / "kept", "kept"), (temporary / "two", "two")):
+        save(root, 1, run=name)
+    shutil.copytree(temporary / "two", elsewhere / "two")
+    tierckpt.read(elsewhere / "two")
+    shutil.rmtree(temporary / "two")
+    shutil.rmtree(elsewhere / "s")
+    temporary.chmod(0o777)  # where anybody may remove what is another's, nothing is forgotten
+    save(temporary / "t", 1, run="open")
+    shutil.rmtree(temporary / "t")
+    save(elsewhere / "u", 1, run="last")
+    assert {path.stem for path in known.iterdir()} == {"unmounted", "kept", "two", "open", "last"}

@@ -10,23 +10,30 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tierckpt import config
 from tierckpt.agent.protocol import VERSION, Channel, Message, raise_refusal
 from tierckpt.agent.runtime import Home
-from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.errors import IntegrityError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
+from tierckpt.telling import warn
 
 
 class AgentLostError(StoreError):
     """The agent has died, or was replaced: what it held is gone."""
 
 
+class AgentSilentError(AgentLostError):
+    """The agent is there but does not answer: it is stopped, or its memory is swapped out. It may come back with all it held."""
+
+
 #: Requests that wait for a disk, or for digests.
 _LONG = frozenset({"bye", "carry", "fetch", "held", "write"})
+#: Seconds between two looks whether an agent that does not answer is still needed.
+_LOOK = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class Joining:
 class Client:
     """Requests to the agent of ``run`` on ``node``; any thread may make them, several at once.
 
+    An agent that did not answer once is waited for by a thread of its own. Until that has heard of it every request fails at
+    once: nobody waits for it twice.
+
     Args:
         start: the agent is started if it is not there.
         timeout: seconds for which an answer is waited for.
@@ -71,13 +81,17 @@ class Client:
         self._busy: set[Channel] = set()
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        #: Whether it did not answer; called when it does again.
+        self.silent = False
+        self.heard: Callable[[], object] = bool
+        self._closed = threading.Event()
         _clients.add(self)
 
     def connect(self) -> bool:
         """Whether the agent is there; one that has died is started anew, where that is wanted."""
         try:
             self._put(self._take())
-        except _NoAgent:
+        except (_NoAgent, AgentSilentError):
             return False
         return True
 
@@ -86,9 +100,10 @@ class Client:
 
         Raises:
             FencedError: a newer one has begun on this node.
-            StoreError: the agent cannot be started.
+            StoreError: the agent cannot be started, or does not answer.
         """
         self.close()
+        self._closed = threading.Event()
         self._joining = joining
         try:
             self._put(self._take())
@@ -111,6 +126,7 @@ class Client:
             epoch: which agent is asked, if no other one will do.
 
         Raises:
+            AgentSilentError: the agent does not answer.
             AgentLostError: the agent has died; the next request goes to a new one.
             TierckptError: the agent refuses.
         """
@@ -126,9 +142,10 @@ class Client:
             )
         try:
             usual = self._timeout if op in _LONG else min(self._timeout, config.AGENT_ANSWER)
-            channel.sock.settimeout(usual + patience)
-            channel.send({"op": op, **fields}, descriptors)
-            message = channel.receive()
+            message = self._converse(channel, {"op": op, **fields}, descriptors, usual + patience)
+        except AgentSilentError:
+            self._lost(channel)
+            raise
         except (EOFError, OSError) as error:
             self._lost(channel)
             raise AgentLostError(
@@ -144,12 +161,83 @@ class Client:
             taken, message.descriptors = message.descriptors, []
         return Message(message.fields, taken)
 
+    def _converse(
+        self, channel: Channel, fields: dict[str, JSON], descriptors: Sequence[int], seconds: float
+    ) -> Message:
+        """Send a request and wait for the reply; whether the agent is there at all is asked meanwhile, beside."""
+        deadline, look = time.monotonic() + seconds, self._patience / 2
+        channel.sock.settimeout(self._patience)
+        channel.send(fields, descriptors)
+        while not channel.waits(max(0.0, min(look, deadline - time.monotonic()))):
+            if self.silent or not self._is_there(look):
+                self._fall_silent()
+                raise AgentSilentError(self._silence)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within {seconds:g} s")
+        return channel.receive()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds in which it answers what takes it no time."""
+        return min(self._timeout, config.AGENT_ANSWER)
+
+    @property
+    def _silence(self) -> str:
+        return f"the agent of run {self.run} on node {self.node} does not answer: it is stopped, or swapped out"
+
+    def _is_there(self, seconds: float) -> bool:
+        """Whether the agent answers on another connection, or its end is told otherwise."""
+        try:
+            home = Home.of(self.node, self.run, make=False)
+            sock = home.connect(seconds) if home is not None else None
+            if sock is None:
+                return True  # it has died, as whoever waits is about to see
+            with contextlib.closing(Channel(sock)) as channel:
+                channel.send(self._hello)
+                return channel.waits(seconds)
+        except (OSError, TierckptError):
+            return False
+
+    def _fall_silent(self) -> None:
+        with self._lock:
+            if self.silent or self._closed.is_set():
+                return
+            self.silent = True
+        warn(f"{self._silence}; until it does it is left alone")
+        thread = threading.Thread(target=self._listen, args=(self._closed,), name="tierckpt-agent-listen", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is to be had: the next request asks again
+            self.silent = False
+
+    def _listen(self, closed: threading.Event) -> None:
+        """Until it answers, or has died, so that the next request finds another one; or nobody needs it any more."""
+        while not closed.is_set():
+            try:
+                home = Home.of(self.node, self.run, make=False)
+                sock = home.connect(self._patience) if home is not None else None
+            except StoreError:  # so many wait to be heard that there is no room for one more
+                closed.wait(self._patience)
+                continue
+            if sock is None:
+                break
+            with contextlib.closing(Channel(sock)) as channel, contextlib.suppress(OSError):
+                channel.send(self._hello)
+                while not closed.is_set() and not channel.waits(_LOOK):
+                    pass
+            break
+        self.silent = False
+        if not closed.is_set():
+            self.heard()
+
     def _put(self, channel: Channel) -> None:
         with self._lock:
             self._busy.discard(channel)
             self._idle.append(channel)
 
     def _take(self) -> Channel:
+        if self.silent:
+            raise AgentSilentError(self._silence)
         while True:
             with self._lock:
                 if not self._idle:
@@ -169,12 +257,16 @@ class Client:
         while True:
             channel = self._reach(deadline)
             try:
-                channel.sock.settimeout(min(self._timeout, config.AGENT_ANSWER))
+                channel.sock.settimeout(self._patience)
                 return self._greet(channel)
+            except TimeoutError as error:
+                channel.close()
+                self._fall_silent()
+                raise AgentSilentError(self._silence) from error
             except (EOFError, OSError) as error:
                 channel.close()
-                # One that was just ending takes no more connections: the next one will. One that is stopped stays so.
-                if time.monotonic() >= deadline or isinstance(error, TimeoutError):
+                # One that was just ending takes no more connections: the next one will.
+                if time.monotonic() >= deadline:
                     raise _NoAgent(f"the agent of run {self.run} does not answer: {error}") from error
             except BaseException:
                 channel.close()
@@ -199,8 +291,12 @@ class Client:
             raise StoreError(f"{home.socket if home else ''} belongs to user {channel.user}: it is not used")
         return channel
 
+    @property
+    def _hello(self) -> dict[str, JSON]:
+        return {"node": self.node, "op": "hello", "run": self.run, "version": VERSION}
+
     def _greet(self, channel: Channel) -> Channel:
-        said = _ask(channel, {"node": self.node, "op": "hello", "run": self.run, "version": VERSION})
+        said = _ask(channel, self._hello)
         agent = said.get("agent")
         if type(agent) is not str:
             raise IntegrityError("the agent's socket: a greeting without a name")
@@ -250,6 +346,7 @@ class Client:
 
     def close(self) -> None:
         """Close all connections. A trainer that has not said ``bye`` is then taken for dead."""
+        self._closed.set()
         with self._lock:
             channels, self._idle = [*self._idle, *self._busy], []
             self._busy = set()
@@ -259,19 +356,23 @@ class Client:
     def bye(self) -> None:
         """Take leave; the last trainer of the node waits until what was to be drained is."""
         patience = self._joining.deadline if self._joining is not None else 0.0
-        while self._idle:
+        while self._idle and not self.silent:
             with self._lock:
                 channel = self._idle.pop()
                 self._busy.add(channel)
             try:
                 if channel.ended:
                     raise EOFError("it has ended")
-                channel.sock.settimeout(self._timeout + patience)
-                _ask(channel, {"op": "bye"})
+                with self._converse(channel, {"op": "bye"}, (), self._timeout + patience) as message:
+                    raise_refusal(message.fields)
             except (EOFError, OSError) as error:
                 raise AgentLostError(f"the agent of run {self.run} was gone before this process: {error}") from error
             finally:
                 self._lost(channel)
+        silent = self.silent
+        self.close()
+        if silent:
+            raise AgentSilentError(self._silence)
 
 
 class _NoAgent(Exception):
@@ -338,6 +439,7 @@ def _forked() -> None:
         for channel in [*client._idle, *client._busy]:
             channel.close()
         client._idle, client._busy = [], set()
+        client.silent = False
         client._lock = threading.Lock()
 
 

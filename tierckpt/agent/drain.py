@@ -6,21 +6,26 @@ collectives are never in the way.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import operator
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
 from tierckpt.agent.writing import OwnWriter, Shard, Title, Writer
-from tierckpt.errors import FencedError, LostContactError, StoreError
+from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StoreError, TierckptError
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
-from tierckpt.telling import warn
+from tierckpt.telling import by_rank, ranks, warn
+
+_log = logging.getLogger("tierckpt")
 
 
 class Ranks(Protocol):
@@ -44,6 +49,9 @@ class Staged(Protocol):
     def seal(self, shard: Shard) -> None:
         """Hand it over to memory that outlives this process."""
 
+    def withdraw(self) -> None:
+        """What was sealed does not stay: some rank could not."""
+
     def release(self, durable: bool) -> None:
         """Nothing more is written of it; ``durable``: it is committed."""
 
@@ -51,21 +59,54 @@ class Staged(Protocol):
     def waited(self) -> float:
         """Seconds for which training stood at the fence because of it."""
 
+    @property
+    def outlives(self) -> bool:
+        """Whether it can be sealed: it lies in memory that outlives this process."""
+
+
+@dataclass
+class Mark:
+    """A call at which all ranks meet without saving: what only some of them have handed over before is given up.
+
+    Attributes:
+        call: as in :class:`Job`.
+        passed: the ranks have met, or have lost contact.
+    """
+
+    call: int
+    passed: threading.Event = field(default_factory=threading.Event)
+
+    def meet(self, ranks: Ranks) -> None:
+        """Meet the other ranks here."""
+        try:
+            meet(ranks, self.call, 0, bytes)
+        except TierckptError as error:
+            _log.debug("call %d: %s", self.call, error)  # who needs the others is told when it does
+        finally:
+            self.passed.set()
+
+
+#: What stands in front of what a rank has staged.
+_DUE, _PINNED, _OWN = 1, 2, 4
+
 
 @dataclass
 class Job:
     """A step on its way down.
 
     Attributes:
+        call: number of the call that made it: all ranks make the same ones.
         staged: this rank's part, or why it has none: the save then fails on all ranks.
         shard: what is to be written of it, once all ranks know what they have staged.
         error: why this rank cannot have it written after all.
+        own: ranks whose part is in no memory that outlives them, so that each rank's process writes its part.
         due: whether the step is due on the disk.
         offered: this rank has told the others that it is about to write it.
         withheld: the ranks are just deciding whether a newer step takes its place.
         overtaken: they have decided so.
     """
 
+    call: int
     step: int
     pinned: bool
     staged: Staged | BaseException
@@ -73,6 +114,7 @@ class Job:
     due: bool = True
     shard: Shard | None = None
     error: Exception | None = None
+    own: Sequence[int] = ()
     offered: bool = False
     withheld: bool = False
     overtaken: bool = False
@@ -81,6 +123,11 @@ class Job:
         """Nothing more is written of it."""
         if not isinstance(self.staged, BaseException):
             self.staged.release(durable)
+
+    @property
+    def seals(self) -> bool:
+        """Whether this rank's part can be sealed."""
+        return not isinstance(self.staged, BaseException) and self.staged.outlives
 
     def ready(self) -> bytes:
         """Wait until this rank has staged its part; what the others have to know of it.
@@ -92,7 +139,16 @@ class Job:
             raise self.staged
         found = self.staged.ready()
         self.handle.timings["fence"] = self.staged.waited
-        return found
+        flags = _DUE * self.due | _PINNED * self.pinned | _OWN * (not self.seals)
+        return bytes([flags]) + found
+
+    def agree(self, told: Sequence[bytes]) -> list[bytes]:
+        """Do with it what any rank wants to, given all ranks' :meth:`ready`; what these staged."""
+        flags = functools.reduce(operator.or_, (said[0] for said in told))
+        # Ranks that were given other steps before may differ in what is due.
+        self.due, self.pinned = bool(flags & _DUE), bool(flags & _PINNED)
+        self.own = [rank for rank, said in enumerate(told) if said[0] & _OWN]
+        return [said[1:] for said in told]
 
     def settle(self, ranks: Any, what: str, told: Sequence[bytes]) -> Shard:
         """Find out what is to be written, and tell of replicas that differ. Collective."""
@@ -101,6 +157,48 @@ class Job:
         if lines:
             warn(f"step {self.step}: {disagreement(lines)}")
         return self.shard
+
+
+def meet(group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[bytes]:
+    """The first vote on a step, where it shows whether all ranks are at the same one. Collective.
+
+    Ranks that were given different steps do not agree on what is due. Whoever comes with an earlier call than others gives
+    its step up and comes again with the next; the others wait for it here.
+
+    Raises:
+        OutOfStepError: this rank's step is given up, or others have another step in the same call; nothing of it was written.
+        What else :meth:`Ranks.vote` raises.
+    """
+    what = f"the save of step {step}"
+
+    def word() -> bytes:  # the same place for all, whatever each has to say
+        return step.to_bytes(_STEP, "little") + part()
+
+    while True:
+        try:
+            told = group.vote(what, word, tag=call)
+        except OutOfStepError as error:
+            newest = max(error.tags)
+            early = ranks([rank for rank, one in enumerate(error.tags) if one < newest])
+            if call < newest:
+                later = ranks([rank for rank, one in enumerate(error.tags) if one == newest])
+                raise OutOfStepError(
+                    f"{what} failed: ranks {early} alone saved in this call; ranks {later} had nothing due and went on. "
+                    "All ranks must pass the same steps to save()"
+                ) from error
+            warn(
+                f"what ranks {early} alone saved before step {step} is given up: all ranks must pass the same steps to save()"
+            )
+            continue
+        steps = [int.from_bytes(said[:_STEP], "little") for said in told]
+        if len(set(steps)) > 1:
+            which = by_rank([f"step {one}" for one in steps])
+            raise OutOfStepError(f"{what} failed: the ranks pass different steps to the same save ({which})")
+        return [said[_STEP:] for said in told]
+
+
+#: Bytes of a step in what ranks tell each other.
+_STEP = 8
 
 
 class Drain:
@@ -117,13 +215,14 @@ class Drain:
         self.overtakes = False
         self.pending: list[Job] = []
         self.turn = threading.Condition()
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Mark | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, job: Job) -> None:
+    def put(self, job: Job | Mark) -> None:
         """Hand over a step."""
-        with self.turn:
-            self.pending.append(job)
+        if isinstance(job, Job):
+            with self.turn:
+                self.pending.append(job)
         self._queue.put(job)
         if self._thread is None:
             # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends. One that the system refuses
@@ -145,6 +244,9 @@ class Drain:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
+            if isinstance(job, Mark):
+                job.meet(self._ranks)
+                continue
             try:
                 info = self._drain(job) if not self.overtakes or self._offer(job) else None
             except BaseException as error:
@@ -188,9 +290,11 @@ class Drain:
         try:
             shard = job.shard
             if shard is None:
-                shard = job.settle(self._ranks, what, self._ranks.vote(what, job.ready, tag=job.step))
+                shard = job.settle(self._ranks, what, job.agree(meet(self._ranks, job.call, job.step, job.ready)))
             entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
             manifest = self._manifest(job, entries)
+        except OutOfStepError:
+            raise  # nothing of it was written, and other ranks are elsewhere
         except LostContactError:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
             raise
@@ -236,7 +340,8 @@ class Drain:
         coordinator, rank = self._coordinator, self._ranks.rank
         coordinator.room_for(shard.total, job.step, rank)
         title = Title(coordinator.run, coordinator.generation, job.step, rank, self._ranks.size)
-        return self.writer.write(coordinator.place, title, shard)
+        writer = OwnWriter() if job.own else self.writer
+        return writer.write(coordinator.place, title, shard)
 
     def _manifest(self, job: Job, entries: list[bytes]) -> Manifest:
         title = Title(self._coordinator.run, self._coordinator.generation, job.step, 0, self._ranks.size)

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -144,11 +144,14 @@ class Holdings:
 
     # Slots
 
-    def slot(self, generation: Generation, rank: int, size: int, wait: float, gone: Callable[[], bool]) -> Slot:
+    def slot(
+        self, generation: Generation, rank: int, size: int, wait: float, gone: Callable[[], bool], ticket: int
+    ) -> Slot:
         """A slot of at least ``size`` bytes for ``rank``; waits at most ``wait`` seconds until one is free.
 
         Args:
             gone: whether who asked is no longer there.
+            ticket: what the request is called.
 
         Raises:
             ArenaFullError: says what is needed, held and the budget, or that nobody waits any more.
@@ -162,7 +165,7 @@ class Holdings:
                 free = [slot for slot in own if not slot.busy]
                 fitting = min((s for s in free if s.capacity >= size), key=lambda s: s.capacity, default=None)
                 if fitting is not None:
-                    fitting.busy = True
+                    fitting.busy, fitting.ticket = True, ticket
                     return fitting
                 for slot in free:
                     self._close(generation, rank, slot)  # too small: make room before a larger one is made
@@ -172,7 +175,7 @@ class Holdings:
                     break
                 if not room and self._give_up_durable(generation, rank):
                     continue
-                if not room and not own:
+                if not room and (not own or not self._may_free(generation, rank)):
                     raise ArenaFullError(self._full(size))
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -187,9 +190,19 @@ class Holdings:
             with self.change:
                 generation.making[rank] -= 1
                 if made is not None:
+                    made.ticket = ticket
                     own.append(made)
                 self.change.notify_all()
         return made
+
+    def _may_free(self, generation: Generation, rank: int) -> bool:
+        """Whether memory may become free while ``rank`` waits: others get no further than to where they wait for it."""
+        return any(
+            snapshot.holds or (snapshot.due and step.complete)
+            for one in self.generations.values()
+            for step in one.steps.values()
+            for snapshot in step.snapshots.values()
+        ) or any(rank in step.snapshots and not step.complete for step in generation.steps.values())
 
     def numbers(self, generation: Generation, rank: int) -> list[int]:
         """The slots that ``rank`` has."""
@@ -202,24 +215,42 @@ class Holdings:
             f"{self.memory.budget:,}: no slot is free"
         )
 
-    def give_back(self, generation: Generation, rank: int, number: int) -> None:
+    def give_back(self, generation: Generation, rank: int, number: int, ticket: int) -> None:
         """A slot that was not sealed is free again."""
         with self.change:
-            slot = self._own(generation, rank, number)
+            slot = self._own(generation, rank, number, ticket)
             slot.busy = False
             self.change.notify_all()
 
-    def _own(self, generation: Generation, rank: int, number: int) -> Slot:
-        """The slot that ``rank`` is filling."""
+    def give_back_lost(self, generation: Generation, rank: int, ticket: int, held: Set[int]) -> None:
+        """Slots whose replies nobody has any more are free again: an interrupt may take a reply from who asked.
+
+        Args:
+            held: of the tickets before ``ticket``, those that somebody has.
+        """
+        with self.change:
+            for slot in generation.by_rank.get(rank, ()):
+                if slot.busy and not slot.sealed and slot.ticket < ticket and slot.ticket not in held:
+                    slot.busy = False
+                    self.change.notify_all()
+
+    def _own(self, generation: Generation, rank: int, number: int, ticket: int) -> Slot:
+        """The slot that ``rank`` is filling, on this ticket: by another it may have been given out again."""
         for slot in generation.by_rank.get(rank, ()):
-            if slot.number == number and slot.busy and not slot.sealed:
+            if (slot.number, slot.ticket) == (number, ticket) and slot.busy and not slot.sealed:
                 return slot
         raise StateError(f"slot {number} is not one that rank {rank} is filling")
 
     # Snapshots
 
     def seal(
-        self, generation: Generation, rank: int, number: int, slot: int | None, make: Callable[[Slot | None], Snapshot]
+        self,
+        generation: Generation,
+        rank: int,
+        number: int,
+        slot: int | None,
+        ticket: int,
+        make: Callable[[Slot | None], Snapshot],
     ) -> None:
         """Rank's part of step ``number`` is complete in ``slot``.
 
@@ -231,7 +262,7 @@ class Holdings:
             step = generation.steps.get(number)
             if step is not None and rank in step.snapshots:
                 raise StepExistsError(f"rank {rank} has already sealed step {number} of generation {generation.number}")
-            own = None if slot is None else self._own(generation, rank, slot)
+            own = None if slot is None else self._own(generation, rank, slot, ticket)
             snapshot = make(own)
             if own is not None:
                 own.sealed = True

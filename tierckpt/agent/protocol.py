@@ -74,8 +74,19 @@ class Channel:
     def ended(self) -> bool:
         """Whether the other end has closed the connection; to be asked while it has nothing to say."""
         # Between a reply and the next request neither end sends anything: what can be read is the end.
+        return self.waits(0.0)
+
+    def waits(self, seconds: float) -> bool:
+        """Whether there is something to read, or the end, within ``seconds``."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end is gone, whatever it has left to be read."""
+        poll = select.poll()
+        poll.register(self.sock, 0)
         return bool(poll.poll(0))
 
     def send(self, fields: dict[str, JSON], descriptors: Sequence[int] = ()) -> None:

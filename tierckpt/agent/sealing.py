@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.agent.drain import Drain, Job, Ranks
+from tierckpt.agent.client import AgentSilentError
+from tierckpt.agent.drain import Drain, Job, Mark, Ranks, meet
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
+from tierckpt.telling import ranks
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -51,7 +53,7 @@ class Sealing:
     ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
         self._complete, self._drop = complete, drop
-        self._queue: queue.SimpleQueue[Job | Hastened | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Mark | Hastened | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
@@ -62,7 +64,7 @@ class Sealing:
         self.put(wish)
         return wish
 
-    def put(self, job: Job | Hastened) -> None:
+    def put(self, job: Job | Mark | Hastened) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
         self._queue.put(job)
         if self._thread is None:
@@ -87,6 +89,9 @@ class Sealing:
             if isinstance(job, Hastened):
                 self._hasten(job)
                 continue
+            if isinstance(job, Mark):
+                job.meet(self._ranks)
+                continue
             try:
                 self._take(job)
             except BaseException as error:
@@ -105,6 +110,8 @@ class Sealing:
             wish.handle = again(job)
             try:
                 self._complete(job.step, True)  # else a newer one would replace it
+            except AgentSilentError:
+                job.own = [self._ranks.rank]
             except TierckptError as error:
                 job.error = error  # the other ranks drain it: so must this one, to where it can tell them
             self._drain.put(job)
@@ -113,20 +120,27 @@ class Sealing:
 
     def _take(self, job: Job) -> None:
         what = f"the save of step {job.step}"
-        told = self._ranks.vote(what, lambda: self._mine(job), tag=job.step)
-        if _SKIPPED in told:
-            job.release(False)
-            self._drop(job.step)
-            for tier in ("ram", "disk"):
-                job.handle._skip(tier, f"step {job.step} was skipped: no slot was free on ranks {_where(told)}")
-            job.handle._finish(None)
+        told = meet(self._ranks, job.call, job.step, lambda: self._mine(job))
+        skipped = {rank: said[1:].decode() for rank, said in enumerate(told) if said[:1] == _SKIPPED}
+        if skipped:
+            self._skip(job, ("ram", "disk"), f"step {job.step} was skipped: {_where(skipped)}")
             return
-        shard = job.settle(self._ranks, what, [said[1:] for said in told])
-        self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
-        if self._drain.overtakes and any(said[:1] == _SHORT for said in told):
-            self._make_room(job)
+        offers = job.agree([said[1:] for said in told])
+        if job.due or not job.own:
+            shard = job.settle(self._ranks, what, offers)
+        if not job.own:
+            sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
+            job.own = [rank for rank, said in enumerate(sealed) if said == _SILENT]
+        if job.own:
+            self._pass_on(job, told)
+            return
+        self._make_room(job, told)
         try:
             self._complete(job.step, job.due)
+        except AgentSilentError as error:
+            # The bytes are here as well.
+            job.own = [self._ranks.rank]
+            job.handle._skip("ram", str(error))
         except TierckptError as error:
             # All ranks have sealed it and go on: so must this one, to where it can tell them.
             job.error = error
@@ -139,24 +153,47 @@ class Sealing:
             self._only_here = job
             job.handle._finish(None, job.error)
 
+    def _pass_on(self, job: Job, told: Sequence[bytes]) -> None:
+        """A step that some rank cannot seal: each writes its own part, if it is due on the disk, as where there is no agent."""
+        assert not isinstance(job.staged, BaseException)
+        job.staged.withdraw()
+        why = f"step {job.step} is in no memory that outlives the trainers: the agent of ranks {ranks(job.own)} does not answer"
+        if not job.due:
+            self._skip(job, ("ram",), why)
+            return
+        self._make_room(job, told)
+        job.handle._skip("ram", why)
+        self._only_here = None
+        self._drain.put(job)
+
+    def _skip(self, job: Job, tiers: Sequence[str], why: str) -> None:
+        job.release(False)
+        self._drop(job.step)
+        for tier in tiers:
+            job.handle._skip(tier, why)
+        job.handle._finish(None)
+
     def _mine(self, job: Job) -> bytes:
         if isinstance(job.staged, SkippedError):
-            return _SKIPPED
+            return _SKIPPED + str(job.staged).encode()
         said = job.ready()
         with self._drain.turn:
-            return (_SHORT if len(self._drain.pending) + 1 >= self._slots else _ROOM) + said
+            short = job.seals and len(self._drain.pending) + 1 >= self._slots
+        return (_SHORT if short else _ROOM) + said
 
-    def _make_room(self, job: Job) -> None:
-        """Some rank would have no slot for the next save: the oldest step that no rank has begun to write gives up its turn."""
+    def _make_room(self, job: Job, told: Sequence[bytes]) -> None:
+        """Where some rank has no slot for the next save, the oldest step that none has begun to write gives up its turn."""
         drain = self._drain
+        if not drain.overtakes or all(said[:1] != _SHORT for said in told):
+            return
         with drain.turn:
             mine = [other for other in drain.pending if not other.offered and not other.pinned]
             for other in mine:
                 other.withheld = True
         try:
             steps = json.dumps([other.step for other in mine]).encode()
-            told = self._ranks.vote(f"making room for step {job.step}", lambda: steps, tag=job.step)
-            common = set.intersection(*(set(json.loads(said)) for said in told))
+            known = self._ranks.vote(f"making room for step {job.step}", lambda: steps, tag=job.step)
+            common = set.intersection(*(set(json.loads(said)) for said in known))
             chosen = next((other for other in mine if other.step in common), None)
             if chosen is not None:
                 # Its turn on the disk goes to the newer one.
@@ -171,7 +208,10 @@ class Sealing:
 
 def _seal(job: Job, shard: Shard) -> bytes:
     assert not isinstance(job.staged, BaseException)
-    job.staged.seal(shard)
+    try:
+        job.staged.seal(shard)
+    except AgentSilentError:
+        return _SILENT
     return b""
 
 
@@ -182,10 +222,14 @@ def again(job: Job) -> Handle:
     return job.handle
 
 
-_SKIPPED = b"skipped"
-#: What stands in front of what a rank has staged: whether it will have a slot for the next save.
-_ROOM, _SHORT = b"+", b"-"
+#: What stands in front of what a rank has staged: whether it will have a slot for the next save; or of why it has none.
+_ROOM, _SHORT, _SKIPPED = b"+", b"-", b"0"
+#: What a rank says whose agent did not answer when it was to seal.
+_SILENT = b"silent"
 
 
-def _where(told: list[bytes]) -> str:
-    return ", ".join(str(rank) for rank, said in enumerate(told) if said == _SKIPPED)
+def _where(skipped: Mapping[int, str]) -> str:
+    reasons = dict.fromkeys(skipped.values())
+    return "; ".join(
+        f"{reason} on ranks {ranks([rank for rank, other in skipped.items() if other == reason])}" for reason in reasons
+    )

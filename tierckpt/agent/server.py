@@ -28,6 +28,9 @@ from tierckpt.format.canonical import JSON, Fields
 from tierckpt.format.digest import derive
 from tierckpt.tiers.disk import DiskPlace
 
+#: Signals that ask an agent to end. Held back from before there is a socket, so that it is always taken away.
+ENDS = (signal.SIGTERM, signal.SIGINT)
+
 Reply = tuple[dict[str, JSON], list[int]]
 
 #: Seconds before the next attempt to take a connection, when the machine had no room for one.
@@ -64,6 +67,7 @@ class Server:
         signal.signal(signal.SIGINT, self._stopped if self.stays else signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # what has come since there is a socket is served now
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake_r, select.POLLIN)
@@ -206,6 +210,8 @@ class Connection:
         try:
             while not self.bye:
                 with self.channel.receive() as message:
+                    if self.channel.hung_up:
+                        return  # who asked has given it up, while this process was stopped: it must not be done after all
                     answer = self._request(message)
                     try:
                         reply, descriptors = answer()
@@ -215,6 +221,9 @@ class Connection:
                         reply, descriptors = refusal(error), []
                 try:
                     self.channel.send(reply, descriptors)
+                except BaseException:
+                    self._untold(reply)
+                    raise
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -228,6 +237,13 @@ class Connection:
                 self.server.holdings.note(f"a connection ended: {error}")
         finally:
             self._end()
+
+    def _untold(self, reply: dict[str, JSON]) -> None:
+        """Nobody has heard the reply: a slot that it gives is free again."""
+        slot, ticket = reply.get("slot"), reply.get("ticket")
+        if type(slot) is int and type(ticket) is int and self.generation is not None:
+            with contextlib.suppress(TierckptError):  # the last connection is gone, and with it the slot
+                self.server.holdings.give_back(self.generation, self.rank, slot, ticket)
 
     def _end(self) -> None:
         try:
@@ -364,14 +380,17 @@ class Connection:
 
     def _slot(self, fields: Fields, message: Message) -> Reply:
         wait = fields.integer("wait") / 1000
-        size = fields.integer("size", low=1)
-        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended)
+        size, ticket = fields.integer("size", low=1), fields.integer("ticket")
+        held = {one for one in fields.array("held") if type(one) is int}
+        self.server.holdings.give_back_lost(self._own, self.rank, ticket, held)
+        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended, ticket)
         live: list[JSON] = list(self.server.holdings.numbers(self._own, self.rank))
         descriptor = fcntl.fcntl(slot.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
-        return {"capacity": slot.capacity, "live": live, "ok": True, "slot": slot.number}, [descriptor]
+        given: dict[str, JSON] = {"capacity": slot.capacity, "live": live, "slot": slot.number, "ticket": ticket}
+        return {**given, "ok": True}, [descriptor]
 
     def _release(self, fields: Fields, message: Message) -> Reply:
-        self.server.holdings.give_back(self._own, self.rank, fields.integer("slot"))
+        self.server.holdings.give_back(self._own, self.rank, fields.integer("slot"), fields.integer("ticket"))
         return {"ok": True}, []
 
     def _seal(self, fields: Fields, message: Message) -> Reply:
@@ -406,7 +425,7 @@ class Connection:
                 pinned=fields.boolean("pinned"),
             )
 
-        self.server.holdings.seal(generation, rank, step, number, make)
+        self.server.holdings.seal(generation, rank, step, number, fields.integer("ticket"), make)
         return {"ok": True}, []
 
     def _complete(self, fields: Fields, message: Message) -> Reply:
@@ -506,12 +525,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
         False,
     ),
     "coordinate": (("key", "since", "keys"), Connection._coordinate, True),
-    "slot": (("size", "wait"), Connection._slot, True),
-    "release": (("slot",), Connection._release, True),
+    "slot": (("size", "wait", "ticket", "held"), Connection._slot, True),
+    "release": (("slot", "ticket"), Connection._release, True),
     "seal": (
         (
             "step",
             "slot",
+            "ticket",
             "size",
             "header_size",
             "header_digest",

@@ -26,6 +26,7 @@ class Slot:
         descriptor: of the memfd.
         busy: filling, or holding a shard.
         sealed: holding a shard.
+        ticket: of the request that it was given to.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Slot:
     memory: memoryview = field(repr=False)
     busy: bool = True
     sealed: bool = False
+    ticket: int = 0
 
     @property
     def state(self) -> str:

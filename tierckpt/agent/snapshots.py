@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from tierckpt import _native
 from tierckpt.agent.slots import Slot
 from tierckpt.agent.writing import Title, entry, write
-from tierckpt.errors import FencedError
+from tierckpt.errors import FencedError, TierckptError
 from tierckpt.format import paths
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
-from tierckpt.format.receipt import Receipt
+from tierckpt.format.receipt import SIZE_LIMIT, Receipt
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.workers import workers
 
@@ -104,6 +104,8 @@ class Snapshot:
             return b""
         with self._write:
             # What was written may have been taken away again, when another rank's part failed.
+            if self._entry is None:
+                self._entry = self._written(place)
             if self._entry is None or place.size(self._name) != self.size:
                 receipt = write(
                     place,
@@ -118,6 +120,16 @@ class Snapshot:
                 self._entry = entry(receipt)
                 self.writes += 1
             return self._entry
+
+    def _written(self, place: Place) -> bytes | None:
+        """What the coordinator needs to know if a trainer has made it durable, because this agent was stopped."""
+        title = self.title
+        try:
+            data = place.read(paths.receipt(title.generation, title.step, title.rank), SIZE_LIMIT)
+        except (FileNotFoundError, TierckptError):
+            return None
+        receipt = self.receipt()
+        return entry(receipt) if data == receipt.encode() else None
 
     @property
     def _name(self) -> str:

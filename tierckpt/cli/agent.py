@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import click
 
 from tierckpt import config
 from tierckpt.agent.runtime import Home
-from tierckpt.agent.server import Server
+from tierckpt.agent.server import ENDS, Server
 from tierckpt.cli.output import clean
 from tierckpt.cli.target import open_store
 from tierckpt.errors import StoreError
@@ -40,6 +41,7 @@ def command(root: str | None, run: str | None, node: str | None, metrics: int | 
     node = node or config.node()
     home = Home.of(node, run, make=True)
     assert home is not None
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     with home.locked(config.AGENT_START):
         other = home.connect(config.AGENT_START)
         if other is not None:

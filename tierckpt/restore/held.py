@@ -95,18 +95,13 @@ class Memories:
             raise StoreError(f"no agent of run {self.run} runs on this node")
         return self.client
 
-    def close(self) -> None:
-        """Let the agent reuse what was read."""
-        if self.client is not None:
-            self.client.close()
-
 
 @contextlib.contextmanager
 def memories(group: Group, place: Place, run: str, *, timeout: float) -> Iterator[Memories]:
     """What the agents hold of the store of ``run`` at ``place``. Collective."""
     found = Memories(run, place.url)
+    client = Client(run, config.node(), start=False, timeout=timeout)
     try:
-        client = Client(run, config.node(), start=False, timeout=timeout)
         # One rank of each node asks for all of it; what it hears is true for the node's other ranks.
         told = group.vote(f"what is held in memory of {place.url}", lambda: _ask(group, client, place))
         try:
@@ -117,7 +112,7 @@ def memories(group: Group, place: Place, run: str, *, timeout: float) -> Iterato
         _combine(group, run, told, found)
         yield found
     finally:
-        found.close()
+        client.close()  # lets the agent reuse what was read
 
 
 @dataclass(frozen=True)

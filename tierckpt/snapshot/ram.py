@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierckpt import config
-from tierckpt.agent.client import Client, Joining
+from tierckpt.agent.client import AgentSilentError, Client, Joining
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job
 from tierckpt.agent.sealing import Sealing
@@ -11,7 +11,7 @@ from tierckpt.agent.writing import Shard
 from tierckpt.config import Ram
 from tierckpt.errors import ArenaFullError, FencedError, SkippedError, TierckptError
 from tierckpt.group import Group
-from tierckpt.snapshot.arena import Slot
+from tierckpt.snapshot.arena import Arena, Slot
 from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
 from tierckpt.telling import warn
 
@@ -29,6 +29,9 @@ class RamTier:
         self._policy, self._group, self._coordinator, self._drain = policy, group, coordinator, drain
         client = self._client = Client(coordinator.run, config.node(), start=True, timeout=group.timeout)
         self.arena = RemoteArena(client, coordinator.fenced, policy.slots)
+        # For one step at a time, while the agent does not answer.
+        self._own = Arena(1)
+        client.heard = self._heard
         self.sealing = Sealing(channels, drain, slots=policy.slots, complete=self.arena.complete, drop=self.arena.drop)
 
     def join(self) -> None:
@@ -75,12 +78,13 @@ class RamTier:
         self._drain.writer = self.arena
         self._drain.overtakes = policy.on_full == "overtake"
 
-    def acquire(self, step: int, size: int, *, must: bool) -> RemoteSlot:
+    def acquire(self, size: int, *, must: bool) -> RemoteSlot:
         """A slot of the agent. ``must``: the step is not skipped.
 
         Raises:
             ArenaFullError: no slot became free, or the budget has no room.
             SkippedError: no slot is free, and such steps are skipped.
+            AgentSilentError: the agent does not answer.
             AgentLostError: the agent died; the next save goes on with a new one.
         """
         skips = self._policy.on_full == "skip" and not must
@@ -88,13 +92,34 @@ class RamTier:
             return self.arena.acquire(size, 0.0 if skips else self._group.timeout)
         except ArenaFullError as error:
             if skips:
-                raise SkippedError(f"step {step} was skipped: {error}") from error
+                raise SkippedError("no slot was free") from error
             raise
+
+    def acquire_here(self, size: int, *, due: bool, must: bool) -> Slot:
+        """Memory of this process, for a step that goes to the disk while the agent does not answer.
+
+        Raises:
+            SkippedError: the step before is still in there, or it is not ``due`` on the disk.
+        """
+        why = "the agent does not answer"
+        if not due:
+            raise SkippedError(why)
+        try:
+            return self._own.acquire(size, self._group.timeout if must else 0.0)
+        except ArenaFullError as error:
+            raise SkippedError(f"{why}, and the step before is not on the disk yet,") from error
+
+    def _heard(self) -> None:
+        """The agent answers again."""
+        self.arena.tell_all()
+        own, self._own = self._own, Arena(1)
+        own.close()
 
     def replaced(self) -> None:
         """Another one has joined a newer generation: what is held stays until that has something durable."""
         self.sealing.close()
         self.arena.close()
+        self._own.close()
 
     def finish(self) -> Job | None:
         """Find out of every sealed step whether it is complete; the newest if it is only in memory."""
@@ -102,6 +127,7 @@ class RamTier:
 
     def close(self, *, failed: bool) -> None:
         """Take leave of the agent; after a failure without a word, so that it keeps what it has for the next start."""
+        self._own.close()
         if failed:
             self.arena.close()
         else:
@@ -125,22 +151,32 @@ class AgentMemory:
         must: whether it is saved even where it takes time to get a slot.
     """
 
-    seals = True
-
     def __init__(self, tier: RamTier, step: int, *, due: bool, pinned: bool, must: bool) -> None:
         self._tier, self._step, self._due, self._pinned, self._must = tier, step, due, pinned, must
+        self._here = False
 
-    def acquire(self, size: int) -> RemoteSlot:
-        """See :meth:`RamTier.acquire`."""
-        return self._tier.acquire(self._step, size, must=self._must)
+    @property
+    def seals(self) -> bool:
+        """Whether it lies in the agent, and that answers."""
+        return not self._here and self._tier.arena.answers
+
+    def acquire(self, size: int) -> Slot | RemoteSlot:
+        """A slot of the agent; of this process while that does not answer. See :meth:`RamTier.acquire`."""
+        try:
+            return self._tier.acquire(size, must=self._must)
+        except AgentSilentError:
+            self._here = True
+            return self._tier.acquire_here(size, due=self._due, must=self._must)
 
     def seal(self, slot: Slot | RemoteSlot | None, shard: Shard) -> None:
         """From then on this process may die.
 
         Raises:
+            AgentSilentError: it does not answer, or did not when memory was asked for.
             AgentLostError: the agent died; the next save goes on with a new one.
         """
-        assert not isinstance(slot, Slot)
+        if isinstance(slot, Slot):
+            raise AgentSilentError(f"step {self._step} is in the memory of its trainer")
         self._tier.arena.seal(self._step, slot, shard, due=self._due, pinned=self._pinned)
 
     def drop(self) -> None:

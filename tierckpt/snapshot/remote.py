@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from tierckpt import _native, config
-from tierckpt.agent.client import AgentLostError, Client
+from tierckpt.agent.client import AgentLostError, AgentSilentError, Client
 from tierckpt.agent.protocol import document
-from tierckpt.agent.writing import Shard, Title
+from tierckpt.agent.writing import OwnWriter, Shard, Title
 from tierckpt.errors import FencedError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.snapshot.device import pin_ahead
@@ -19,18 +21,30 @@ from tierckpt.tiers.base import Place
 _log = logging.getLogger("tierckpt")
 
 
+class _Ticket:
+    """What a request for a slot is called, as long as somebody has it or its slot: an interrupt may take both from whoever
+    asked at any moment, and then the agent is told by what is no longer there."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
 class RemoteSlot:
     """Memory of the agent that this process fills."""
 
-    def __init__(self, arena: RemoteArena, number: int, buffer: _native.Buffer, epoch: int) -> None:
+    def __init__(self, arena: RemoteArena, number: int, buffer: _native.Buffer, epoch: int, ticket: _Ticket) -> None:
         self._arena: RemoteArena | None = arena
+        self._ticket: _Ticket | None = ticket
         self.number, self.buffer, self.epoch = number, buffer, epoch
 
     def release(self) -> None:
         """Give it back unsealed."""
         arena, self._arena = self._arena, None
-        if arena is not None:
-            arena._tell("release", self.epoch, slot=self.number)
+        ticket, self._ticket = self._ticket, None
+        if arena is not None and ticket is not None:
+            arena._tell("release", self.epoch, slot=self.number, ticket=ticket.number)
 
 
 class RemoteArena:
@@ -55,6 +69,14 @@ class RemoteArena:
         self._layouts: set[str] = set()
         #: Which agent holds each sealed step.
         self._sealed: dict[int, int] = {}
+        self._tickets: weakref.WeakSet[_Ticket] = weakref.WeakSet()
+        #: What the agent could not be told while it did not answer.
+        self._untold: list[tuple[str, int | None, dict[str, JSON]]] = []
+
+    @property
+    def answers(self) -> bool:
+        """Whether the agent answers, as far as is known."""
+        return not self._client.silent
 
     def prepare(self, size: int) -> None:
         """Begin to make and map a slot of ``size`` bytes, for the next :meth:`acquire`."""
@@ -78,13 +100,20 @@ class RemoteArena:
             slot.release()
         try:
             return self._acquire(size, wait)
+        except AgentSilentError:
+            raise
         except AgentLostError:
             # Nothing of this save was in the agent that died: a new one does.
             return self._acquire(size, wait)
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE
-        with self._client.request("slot", (), patience, size=size, wait=int(wait * 1000)) as reply, self._lock:
+        with self._lock:  # so that it knows of all before it
+            ticket = _Ticket()
+            self._tickets.add(ticket)
+            held: list[JSON] = [other.number for other in list(self._tickets)]
+        asked: dict[str, JSON] = {"size": size, "wait": int(wait * 1000), "ticket": ticket.number, "held": held}
+        with self._client.request("slot", (), patience, **asked) as reply, self._lock:
             self._must_know_agent()
             number, capacity = reply.fields["slot"], reply.fields["capacity"]
             if type(number) is not int or type(capacity) is not int:
@@ -101,7 +130,7 @@ class RemoteArena:
                 finally:
                     os.close(descriptor)
                 pin_ahead(buffer)
-        return RemoteSlot(self, number, buffer, self._epoch)
+        return RemoteSlot(self, number, buffer, self._epoch, ticket)
 
     def _must_know_agent(self) -> None:
         if self._client.epoch != self._epoch:
@@ -120,6 +149,7 @@ class RemoteArena:
         epoch = self._epoch if slot is None else slot.epoch
         new = shard.layout_hash not in self._layouts
         descriptors = [document(shard.layout)] if new else []
+        ticket = None if slot is None else slot._ticket
         try:
             self._client.request(
                 "seal",
@@ -128,6 +158,7 @@ class RemoteArena:
                 epoch,
                 step=step,
                 slot=None if slot is None else slot.number,
+                ticket=0 if ticket is None else ticket.number,
                 size=shard.size,
                 header_size=shard.header_size,
                 header_digest=shard.header_digest,
@@ -144,7 +175,7 @@ class RemoteArena:
             self._sealed[step] = epoch
             if slot is None:
                 return
-            slot._arena = None
+            slot._arena = slot._ticket = None
             if len(self._mapped) < self._slots:
                 self.prepare(shard.size)
 
@@ -161,10 +192,15 @@ class RemoteArena:
         self._tell("drop", self._sealed.pop(step, None), step=step)
 
     def write(self, place: Place, title: Title, shard: Shard) -> bytes:
-        """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`)."""
-        entry = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step).fields.get(
-            "entry"
-        )
+        """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`).
+
+        If it does not answer we do so: the bytes are the same, and what it had begun goes to a file that has no name any more.
+        """
+        try:
+            reply = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step)
+        except AgentSilentError:
+            return OwnWriter().write(place, title, shard)
+        entry = reply.fields.get("entry")
         if type(entry) is not str:
             raise StoreError("the agent did not say what it wrote")
         return entry.encode()
@@ -173,8 +209,18 @@ class RemoteArena:
         """What the agent is told so that it can give something up: one that died has given up everything."""
         try:
             self._client.request(op, (), 0.0, epoch, **fields)
+        except AgentSilentError:
+            with self._lock:
+                self._untold.append((op, epoch, fields))
         except TierckptError as error:
             _log.debug("%s: %s", op, error)
+
+    def tell_all(self) -> None:
+        """What the agent was not told while it did not answer."""
+        with self._lock:
+            untold, self._untold = self._untold, []
+        for op, epoch, fields in untold:
+            self._tell(op, epoch, **fields)
 
     def bye(self) -> None:
         """This rank saves no more; the last one of the node waits until what was to be drained is."""

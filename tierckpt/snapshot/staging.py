@@ -33,8 +33,9 @@ AnySlot: TypeAlias = Slot | RemoteSlot
 class Memory(Protocol):
     """Where one step of one rank is kept, in this process or in the node's agent."""
 
-    seals: bool
-    """Whether a sealed shard outlives this process."""
+    @property
+    def seals(self) -> bool:
+        """Whether a sealed shard outlives this process."""
 
     def acquire(self, size: int) -> AnySlot:
         """A slot of at least so many bytes."""
@@ -67,7 +68,7 @@ class Staging:
         refuse: bool,
     ) -> None:
         self._planner, self._memory, self._metadata, self._refuse = planner, memory, metadata, refuse
-        self._sealed = False
+        self._sealed = self._withdrawn = False
         self._failure: Exception | None = None
         self._layout, self._replicas, self._sample = planned.layout, planned.replicas, planned.sample
         self._plan, self._total = prepared.plan, prepared.total
@@ -106,7 +107,8 @@ class Staging:
             done()
             return
         # A parameter may get other memory meanwhile (``p.data = …``): what is being copied must not go away.
-        keep = [] if split is None else _storages(split, taken)
+        keep: list[object] = [] if split is None else [_storages(split, taken)]
+        keep.append(self._slot)  # and nobody else gets this one
         watch = fence.Watch(list, ()) if split is None else _watch(split, taken)
         # Known before it begins: an interrupt must not leave a copy that nobody waits for.
         self._source, self._copy = stager.copy_behind_fence(memory, watch, keep, done)
@@ -121,6 +123,11 @@ class Staging:
     def waited(self) -> float:
         """Seconds for which training stood at the fence because of it."""
         return 0.0 if self._copy is None else self._copy.waited
+
+    @property
+    def outlives(self) -> bool:
+        """Whether it can be sealed: it lies in memory that outlives this process."""
+        return self._memory is not None and self._memory.seals
 
     def ready(self) -> bytes:
         """Wait until all is there; what the other ranks have to know of it.
@@ -145,6 +152,10 @@ class Staging:
         assert self._memory is not None
         self._memory.seal(self._slot, shard)
         self._sealed = True
+
+    def withdraw(self) -> None:
+        """What was sealed does not stay: some rank could not. It goes when it has been written."""
+        self._withdrawn = True
 
     def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
         """What to write, and a line for each replica that differs between ranks. Collective.
@@ -258,10 +269,13 @@ class Staging:
         slot, self._slot = self._slot, None
         self._source = self._live = self._sample = None
         sealed, self._sealed = self._sealed, False
-        if sealed and self._memory is not None:
-            self._memory.settled(durable)
-        elif slot is not None:
+        if not sealed and slot is not None:
             slot.release()
+        if self._memory is not None and sealed and self._withdrawn:
+            self._memory.drop()
+            sealed = False
+        if self._memory is not None and (sealed or durable):
+            self._memory.settled(durable)
 
 
 #: So many step counts are compared; those of one group are equal.

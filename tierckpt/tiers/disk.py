@@ -311,11 +311,15 @@ class _DiskWriter(Writer):
             _fsync_folder(os.path.dirname(self._place._path(self.name)))
 
     def abort(self) -> None:
+        mine = True
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):  # another process may have put its file here while this one was stopped
+                mine = os.path.samestat(os.fstat(fd), os.lstat(self._place._path(self.name)))
             with contextlib.suppress(OSError):  # tells of a write that failed; the file goes anyway
                 os.close(fd)
-        self._place.remove([self.name])
+        if mine:
+            self._place.remove([self.name])
 
 
 def _fsync_folder(path: str) -> None:

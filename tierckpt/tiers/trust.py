@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
+import stat
+import tempfile
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -125,6 +128,8 @@ class Pins:
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self.path.exists():
+                _forget_temporary(self.path.parent)
             # Without the fsync a loss of power could leave an empty file, and with it a run that nobody trusts.
             with open(temporary, "w") as file:
                 file.write(text)
@@ -136,6 +141,38 @@ class Pins:
                 temporary.unlink()
             return False
         return True
+
+
+#: Pins that are looked at when new ones are made.
+_LOOKED_AT = 100
+
+
+def _forget_temporary(known: Path) -> None:
+    """Remove pins of stores that lay in folders for temporary files and are gone, a few at a time.
+
+    Of no others: a root that is not there may be one that is not mounted, and its pins what protects it when it comes back.
+    In a folder for temporary files only its owner can have removed it. Private keys stay.
+    """
+    names = [entry.name for entry in os.scandir(known) if entry.name.endswith(".json")]
+    for name in random.sample(names, min(_LOOKED_AT, len(names))):
+        with contextlib.suppress(OSError, TierckptError):
+            pins = Pins.load(name.removesuffix(".json"), known.parent)
+            if pins.heads and all(_is_temporary(root) and not os.path.lexists(root) for root in pins.heads):
+                pins.path.unlink(missing_ok=True)
+
+
+def _temporary_folders() -> list[str]:
+    return [tempfile.gettempdir(), "/tmp", "/dev/shm"]
+
+
+def _is_temporary(root: str) -> bool:
+    """Whether it lies in a folder for temporary files in which nobody can remove what is another's."""
+    for folder in _temporary_folders():
+        with contextlib.suppress(OSError):
+            sticky = os.stat(folder).st_mode & stat.S_ISVTX
+            if sticky and root.startswith(folder.rstrip("/") + "/"):
+                return True
+    return False
 
 
 @dataclass(frozen=True)
