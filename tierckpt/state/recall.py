@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from tierckpt import _native
 from tierckpt.format.boxes import Box
-from tierckpt.state import arrays, live, modules, optimizers
+from tierckpt.state import arrays, live, modules, optimizers, stepping
 from tierckpt.state.flat import Flat
 from tierckpt.state.layout import Described
 from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranch, StatefulBranch
@@ -233,6 +233,11 @@ def _is_value(value: Any, depth: int) -> bool:
 def _is_sharded(module: nn.Module) -> bool:
     """Brings a module of FSDP2 into its sharded state; False if it has other hooks by now."""
     return not modules.has_foreign_hooks(module)
+
+
+def _is_as_heard(optimizer: Optimizer) -> bool:
+    """Whether what was to be copied while training goes on may still be."""
+    return optimizers.is_walkable(optimizer) and stepping.is_heard(optimizer)
 
 
 def _state_of(value: Any) -> Any:
@@ -479,7 +484,7 @@ class _Maker:
         return (
             "optimizer",
             type(optimizer),
-            optimizers.is_walkable,
+            _is_as_heard if id(optimizer) in self._flat.heard else optimizers.is_walkable,
             index,
             ("sequence", list, tuple(listed)),
             ("states", kind, tuple(order), tuple(children)),
