@@ -59,12 +59,13 @@ def _groups(own: Path) -> Iterator[tuple[Path, _Files]]:
     """The groups that bound this process's memory, the innermost first."""
     inside: dict[bool, Path] = {}  # by whether it is version 2
     for line in _text(own / "cgroup").splitlines():
-        number, controllers, name = line.split(":", 2)
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
         if number == "0" or "memory" in controllers.split(","):
             inside[number == "0"] = Path(name)
     for line in _text(own / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        fields, (kind, *_, options) = before.split(), after.split()
+        fields, (kind, *_, options) = before.split(), after.split() or ["", ""]
         is_v2 = kind == "cgroup2"
         path = inside.get(is_v2)
         if path is None or not (is_v2 or (kind == "cgroup" and "memory" in options.split(","))):
