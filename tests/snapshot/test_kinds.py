@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import tierckpt
+from tests import lacks
 from tests.harness import run_ranks
 from tierckpt import Checkpointer
 from tierckpt.snapshot import fence
@@ -577,6 +578,7 @@ def _offloaded(rank: int, root: str) -> None:
     check(make, Path(root), overlaps=True)
 
 
+@lacks.fsdp2_trains_on_cpu
 def test_fully_sharded_with_offload_to_the_cpu(tmp_path: Path) -> None:
     run_ranks(_offloaded, 2, str(tmp_path / "s"))
 

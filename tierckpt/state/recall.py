@@ -244,7 +244,7 @@ def _state_of(value: Any) -> Any:
     """``NotImplemented`` for what is not saved as its ``state_dict()`` any more."""
     if not is_stateful(value) or (isinstance(value, Optimizer) and optimizers.is_walkable(value)):
         return NotImplemented
-    return value.state_dict()
+    return live.state_of(value)
 
 
 # What is more than a plain tensor or a DTensor
