@@ -262,7 +262,7 @@ _UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize(("dp", "tp", "dim"), [*_UNEVEN, (4, 1, 7), (1, 3, 8)])
+@pytest.mark.parametrize(("dp", "tp", "dim"), [*_UNEVEN, (2, 2, 8), (4, 1, 7), (1, 3, 8)])
 def test_fsdp_and_tensor_parallel_pieces_are_where_their_values_say(dp: int, tp: int, dim: int) -> None:
     """The values are element numbers: each local tensor says itself where it was cut from. Stock torch 2.13
     computes wrong offsets for the first three."""
