@@ -444,9 +444,12 @@ def test_averaged_models_and_buffers(tmp_path: Path) -> None:
     check(make, tmp_path / "s", overlaps=True)
 
 
-def test_grad_scaler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_grad_scaler(tmp_path: Path, fused: bool) -> None:
+    """It leaves steps out, or tells a fused one to."""
+
     def make() -> Run:
-        run = plain()
+        run = plain(fused=fused)
         model, optimizer = run.state["model"], run.state["optimizer"]
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
 
@@ -549,6 +552,16 @@ def test_a_step_that_is_compiled_between_two_saves(tmp_path: Path) -> None:
                 run.advance(step)
             gate.open.set()
             handle.wait()
+
+
+def test_an_iteration_that_is_compiled_as_a_whole(tmp_path: Path) -> None:
+    def make() -> Run:
+        torch._dynamo.reset()
+        run = plain()
+        return Run(run.state, torch.compile(run.advance, backend="eager"))
+
+    check(make, tmp_path / "s", overlaps=None)
+    assert stepping._compiled
 
 
 @pytest.mark.acceptance
