@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -22,7 +23,7 @@ def _hooking_code() -> object:
 
 
 _HOOKING = _hooking_code()
-_TORCH = os.path.join(os.path.dirname(os.path.dirname(sys.modules["torch"].__file__ or "")), "torch", "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 # Steps were compiled in this process: whichever they are, they do not say.
 _compiled = False
