@@ -44,6 +44,7 @@ from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Arena, OwnMemory
 from tierckpt.snapshot.ram import AgentMemory, RamTier
 from tierckpt.snapshot.staging import Memory, Staging
+from tierckpt.state import stepping
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.stop import Stop
@@ -336,7 +337,7 @@ class Checkpointer:
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
-            fenced = not (live or always)
+            fenced = not (live or always or stepping.is_under_way())
             self._snapshot(handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
             self._handles = [other for other in self._handles if other is not handle]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.errors import StateError
+from tierckpt.machine import memory
 
 #: Threads that gather and hash (or read and verify) chunks.
 IO_THREADS = 4
@@ -45,8 +46,10 @@ MAX_RESTARTS = 3
 FREE_MARGIN = 1 << 20
 #: Slots that the agent keeps for each rank: draining, newest complete, filling.
 AGENT_SLOTS = 3
-#: Part of the machine's memory that all slots of an agent may take.
+#: Part of the memory of the machine, or of the control group, that all slots of an agent may take.
 AGENT_BUDGET = 0.5
+#: Bytes of memory to leave beside a new slot, but not more than it has itself.
+MEMORY_MARGIN = 64 << 20
 #: Seconds without a trainer after which the agent gives up what it holds and ends.
 AGENT_IDLE = 600.0
 #: Seconds for which an agent whose trainers are gone looks for the receipts of other nodes.
@@ -91,16 +94,6 @@ def node() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
-
-
-def memory() -> int:
-    """Bytes of memory that this machine, or this process's control group, may use."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return found
-    return min(found, int(limit)) if limit.isdecimal() else found
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,8 @@ class Ram:
     Args:
         every: cadence, a number of steps or a duration. Steps that are due on disk come through here in any case.
         copies: of each shard, on so many nodes. More than one takes a peer tier, which this version does not have.
-        budget: what all slots of the agent may take: bytes, or a fraction of the machine's memory; None: half of it.
+        budget: what all slots of the agent may take: bytes, or a fraction of the memory of the machine or of
+            the control group that the job may use; None: half of it.
         slots: for each rank: draining, newest complete, filling. At least 2.
         on_full: when no slot is free: ``"overtake"`` lets a newer step take the place of one that waits for the disk,
             ``"wait"`` makes ``save`` wait, ``"skip"`` skips the step.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tierckpt
+from tests import lacks
 from tests.harness import run_ranks
 from tierckpt import Pieces
 
@@ -121,6 +122,7 @@ def _loads_tiny(rank: int, root: str, fsdp: bool) -> dict[str, torch.Tensor]:
     return _everything(model, optimizer)
 
 
+@lacks.fsdp2_trains_on_cpu
 def test_c33_one_element_parameters_under_fsdp(tmp_path: Path) -> None:
     saved = run_ranks(_saves_tiny, 2, str(tmp_path))[0]
     assert len(saved) == 3 * 4 and saved["p.step"] == 1
@@ -204,6 +206,7 @@ def _gathered(parameter: Any) -> torch.Tensor:
     return whole.reshape(parameter.shape)
 
 
+@lacks.fsdp2_cuts_unevenly
 @pytest.mark.parametrize(
     ("widths", "dp", "tp", "others"),
     [((13, 19, 25), 3, 2, [(0, 0), (3, 2), (2, 3), (0, 2)]), ((20,), 3, 3, [(0, 0), (2, 2)])],

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from tierckpt.demo import report
 
@@ -20,6 +21,7 @@ def test_options_and_status_are_passed_through(cli: Cli, tmp_path: Path, monkeyp
         return 1
 
     monkeypatch.setattr(report, "main", main)
+    monkeypatch.setattr(torch.cpu.Stream, "record_event", None, raising=False)
     assert cli("demo").status == 1
     assert cli("demo", "--keep", tmp_path).status == 1
     assert seen == [(None, False), (tmp_path, True)]
@@ -31,3 +33,10 @@ def test_without_torch_is_one_line_and_status_2(cli: Cli, monkeypatch: pytest.Mo
     ran = cli(command)
     assert (ran.status, ran.stdout) == (2, "")
     assert "pip install 'tierckpt[torch]'" in ran.stderr
+
+
+def test_with_a_torch_that_trains_no_fsdp2_on_cpus(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    ran = cli("demo")
+    assert (ran.status, ran.stdout) == (2, "")
+    assert f"torch {torch.__version__} cannot: take a newer one" in ran.stderr

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests import lacks
 from tierckpt.cli import elements
 from tierckpt.cli.elements import Difference, compare
 from tierckpt.format.shard import DTYPES
@@ -31,7 +32,7 @@ def _pair(dtype: str, count: int, seed: int) -> tuple[bytes, bytes, list[int]]:
     return a, bytes(b), changed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=lacks.dtype(dtype)) for dtype in DTYPES])
 @pytest.mark.usefixtures("way")
 def test_agrees_with_torch(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elements, "_BLOCK", 1 << 10)  # several blocks, and a last one that is not full

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 import tierckpt
+from tests import lacks
 from tests.harness import run_ranks
 from tierckpt import PerRank
 from tierckpt.cli import safetensors_file
@@ -140,6 +141,7 @@ def test_tied_tensors_are_written_once_and_load_model_ties_them(cli: Cli, tmp_pa
     assert kept != alias
 
 
+@lacks.dtype("float8_e8m0fnu")
 def test_what_safetensors_lacks_is_in_the_sidecar(cli: Cli, tmp_path: Path) -> None:
     state = {
         "c": torch.tensor([1 + 2j, 3j]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests import lacks
 from tests.geometry.gpt import Job, Layout
 from tests.harness import run_ranks
 from tests.second_reader import read_store, verify_store
@@ -82,6 +83,7 @@ def close(losses: Losses, others: Losses) -> bool:
     return torch.allclose(torch.tensor(losses), torch.tensor(others), rtol=1e-5, atol=1e-6)
 
 
+@lacks.fsdp2_trains_on_cpu
 def test_a_gpt_resumes_in_another_layout(tmp_path: Path) -> None:
     root = tmp_path / "root"
     losses = train(TRAINED, root, before=2, after=2)
@@ -93,6 +95,7 @@ def test_a_gpt_resumes_in_another_layout(tmp_path: Path) -> None:
 
 @pytest.mark.acceptance
 @pytest.mark.limit(600)
+@lacks.fsdp2_trains_on_cpu
 def test_a_gpt_resumes_in_every_layout(tmp_path: Path) -> None:
     root = tmp_path / "root"
     losses = train(TRAINED, root, before=5, after=5)

@@ -18,10 +18,12 @@ import pytest
 import torch
 
 import tierckpt
+from tests import lacks
 from tests.golden import contents
 from tests.golden.make import FIRST, MAKERS, SECOND, STORES, STRANGER
 from tests.harness import run_ranks
 from tests.second_reader import Other, PerRank, Tensor, read_store, verify_store
+from tierckpt.format.shard import DTYPES
 
 LARGEST = 300_000  # bytes of a store: they stay in the history for ever
 
@@ -79,6 +81,7 @@ def test_they_verify(store: Path) -> None:
     assert verify_store(store) == []
 
 
+@lacks.dtype(*DTYPES)
 @golden("plain")
 def test_every_value_of_one_process(store: Path) -> None:
     right = plain(contents.plain(live=False))
@@ -86,6 +89,7 @@ def test_every_value_of_one_process(store: Path) -> None:
     assert plain(read_store(store)) == right
 
 
+@lacks.dtype(*DTYPES)
 @golden("plain")
 def test_types_of_the_user_come_back_through_a_template(store: Path) -> None:
     found = contents.plain(live=True)

@@ -30,9 +30,11 @@ LOSSES = [
     (torch.tensor([2.0**63]), torch.int64),
     (torch.tensor([-1.0]), torch.uint64),
     (torch.tensor([70000.0], dtype=torch.bfloat16), torch.int16),
-    (torch.zeros(1, dtype=torch.uint8).view(torch.float8_e8m0fnu), torch.int32),  # 2**-127, in a dtype without a zero
     (torch.tensor([1 + 0j]), torch.float32),
 ]
+if hasattr(torch, "float8_e8m0fnu"):
+    # 2**-127, in a dtype without a zero.
+    LOSSES.append((torch.zeros(1, dtype=torch.uint8).view(torch.float8_e8m0fnu), torch.int32))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import spectral_norm
 
+from tests import lacks
 from tests.state.kept import Kept
 from tierckpt.errors import StateError
 from tierckpt.state.tree import flatten
@@ -289,6 +290,7 @@ def _only_group(module: nn.Module, optimizer: Any) -> str:
     return name.rsplit("/", 1)[1]
 
 
+@lacks.fsdp2_trains_on_cpu
 def test_fully_sharded_modules_are_walked_and_brought_into_their_sharded_state(
     one_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import lacks
 from tests.harness import run_ranks
 from tierckpt.errors import IntegrityError, LayoutError
 from tierckpt.format import blob, shard
@@ -535,6 +536,7 @@ def _real(rank: int) -> tuple[bytes, dict[int, bytes]]:
     return layout.encode(), shards
 
 
+@lacks.fsdp2_cuts_unevenly
 def test_a_real_group_of_fsdp_over_tensor_parallel() -> None:
     results = run_ranks(_real, 4)
     assert len({data for data, _ in results}) == 1

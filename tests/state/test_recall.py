@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests import lacks
 from tests.harness import run_ranks
 from tierckpt.errors import LayoutError, StateError
 from tierckpt.format import canonical, values
@@ -893,6 +894,7 @@ def _dtensors(rank: int) -> None:
     assert not asked()
 
 
+@lacks.fsdp2_trains_on_cpu
 def test_fsdp2() -> None:
     """Its hooks shard the parameters again before they are read."""
     run_ranks(_fsdp2, 2)

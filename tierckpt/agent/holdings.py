@@ -210,10 +210,8 @@ class Holdings:
             return [slot.number for slot in generation.by_rank.get(rank, ())]
 
     def _full(self, size: int) -> str:
-        return (
-            f"{capacity(size):,} bytes are needed, {self.memory.held:,} are held and the budget of the agent is "
-            f"{self.memory.budget:,}: no slot is free"
-        )
+        lacks = self.memory.lacks(size) or f"the budget of the agent is {self.memory.budget:,}"
+        return f"{capacity(size):,} bytes are needed, {self.memory.held:,} are held and {lacks}: no slot is free"
 
     def give_back(self, generation: Generation, rank: int, number: int, ticket: int) -> None:
         """A slot that was not sealed is free again."""

@@ -7,7 +7,8 @@ import os
 import threading
 from dataclasses import dataclass, field
 
-from tierckpt import _native
+from tierckpt import _native, machine
+from tierckpt.config import MEMORY_MARGIN
 from tierckpt.errors import ArenaFullError
 
 _PAGE = 4096
@@ -48,12 +49,27 @@ class Memory:
 
     def __init__(self) -> None:
         self.budget, self.held = 0, 0
+        self._making = 0
         self._numbers = 0
         self._lock = threading.Lock()
 
     def fits(self, size: int) -> bool:
-        """Whether a slot for ``size`` bytes is within the budget now."""
-        return self.held + capacity(size) <= self.budget
+        """Whether there is room for a slot of ``size`` bytes now."""
+        return not self.lacks(size)
+
+    def lacks(self, size: int) -> str:
+        """Why there is no room for a slot of ``size`` bytes now; empty if there is.
+
+        Nobody may be killed for it: where the machine or a control group is short of memory, whoever takes the last of it may not
+        be the one that ends.
+        """
+        wanted = capacity(size)
+        if self.held + wanted > self.budget:
+            return f"the budget of the agent is {self.budget:,} (Ram(budget=…))"
+        free = machine.available() - self._making
+        if wanted + min(wanted, MEMORY_MARGIN) > free:
+            return f"{max(0, free):,} are free in the memory that this machine, or the job's control group, allows"
+        return ""
 
     def make(self, size: int) -> Slot:
         """A new slot of at least ``size`` bytes, all present.
@@ -63,12 +79,11 @@ class Memory:
         """
         wanted = capacity(size)
         with self._lock:
-            if self.held + wanted > self.budget:
-                raise ArenaFullError(
-                    f"a slot of {wanted:,} bytes is needed, {self.held:,} are held and the budget of the agent is "
-                    f"{self.budget:,} (Ram(budget=…))"
-                )
+            lacks = self.lacks(size)
+            if lacks:
+                raise ArenaFullError(f"a slot of {wanted:,} bytes is needed, {self.held:,} are held and {lacks}")
             self.held += wanted
+            self._making += wanted
             self._numbers += 1
             number = self._numbers
         try:
@@ -79,6 +94,9 @@ class Memory:
             raise ArenaFullError(
                 f"{wanted:,} bytes for a slot are not to be had beside {self.held:,} that are held: {error}"
             ) from error
+        finally:
+            with self._lock:
+                self._making -= wanted
 
     def close(self, slot: Slot) -> None:
         """Give a slot back to the system; a trainer that still has it mapped keeps its own view."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tierckpt.cli.needs import needs_torch
+from tierckpt.cli.needs import MissingError, needs_torch
 
 
 @click.command(short_help="Train, kill, resume, compare.")
@@ -18,6 +18,12 @@ def command(folder: Path | None, keep: bool) -> int:
     Works in FOLDER (new or empty), by default in a temporary one.
     """
     needs_torch("tierckpt demo")
+    import torch
+
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        raise MissingError(
+            f"the demo trains with FSDP2 without a GPU, which torch {torch.__version__} cannot: take a newer one"
+        )
     from tierckpt.demo import report
 
     return report.main(folder, keep=keep)

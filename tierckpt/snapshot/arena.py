@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from tierckpt import _native
+from tierckpt import _native, machine
+from tierckpt.config import MEMORY_MARGIN
 from tierckpt.errors import ArenaFullError
 from tierckpt.snapshot.device import pin_ahead
 
@@ -72,12 +73,17 @@ class Arena:
         """
         capacity = -(-size // _PAGE) * _PAGE
         with self._change:
-            if not self._change.wait_for(lambda: self._held < self.slots, timeout):
+            if not self._change.wait_for(lambda: self._may_take(capacity), timeout):
                 raise ArenaFullError(
-                    f"{size:,} bytes are needed, but all {self.slots} slots are still being drained after {timeout:g} s"
+                    f"{size:,} bytes are needed, but the slots are still being drained after {timeout:g} s ({self._held} of "
+                    f"{self.slots}, {machine.available():,} bytes of memory are free)"
                 )
-            fitting = [buffer for buffer in self._free if buffer.nbytes >= capacity]
-            buffer = min(fitting, key=lambda b: b.nbytes, default=None)
+            buffer = self._fitting(capacity)
+            if buffer is None and not self._has_room(capacity):
+                raise ArenaFullError(
+                    f"{capacity:,} bytes for a slot are needed, {machine.available():,} are free in the memory that this "
+                    "machine, or the job's control group, allows"
+                )
             if buffer is not None:
                 self._free.remove(buffer)
             elif self._held + len(self._free) >= self.slots:
@@ -91,6 +97,22 @@ class Arena:
         except MemoryError as error:
             self._give_back(None)
             raise ArenaFullError(f"{capacity:,} bytes for a slot are not to be had: {error}") from error
+
+    def _may_take(self, capacity: int) -> bool:
+        """Whether it makes no sense to wait for a slot that is in use."""
+        return self._held < self.slots and (
+            not self._held or self._fitting(capacity) is not None or self._has_room(capacity)
+        )
+
+    def _fitting(self, capacity: int) -> _native.Buffer | None:
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= capacity]
+        return min(fitting, key=lambda b: b.nbytes, default=None)
+
+    def _has_room(self, capacity: int) -> bool:
+        """Whether another slot can be made without anybody being killed for it, where memory is short."""
+        makes_room = self._free and self._held + len(self._free) >= self.slots
+        freed = self._free[0].nbytes if makes_room else 0
+        return capacity + min(capacity, MEMORY_MARGIN) <= machine.available() + freed
 
     def _give_back(self, buffer: _native.Buffer | None) -> None:
         with self._change:

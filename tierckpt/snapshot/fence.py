@@ -25,6 +25,7 @@ from tierckpt import _native
 from tierckpt.config import CONFIRM_SECONDS, COPY_BLOCK
 from tierckpt.errors import TornSnapshotError
 from tierckpt.snapshot.device import Jobs
+from tierckpt.state import stepping
 from tierckpt.state.naming import readable
 from tierckpt.telling import warn
 
@@ -287,11 +288,23 @@ def wait() -> float:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The hook. Whatever goes wrong in here must not stop a training step."""
-    if _active:
+    if torch.compiler.is_compiling():
+        _before_trace()
+    elif _active:
         try:
             wait()
         except Exception as error:
             warn(f"the fence before an optimizer's step failed: {error!r}")
+
+
+def _before_trace() -> None:
+    """A step that is traced is compiled without the hook: torch.compile calls this once, while it traces."""
+    stepping.compiled()
+    wait()
+
+
+# As torch.compiler.assume_constant_result says it, which would import the compiler into every job.
+_before_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def install() -> None:

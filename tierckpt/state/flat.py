@@ -14,6 +14,7 @@ from tierckpt.state.live import Branch, Leaf, ModuleBranch, Node, OptimizerBranc
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
 from tierckpt.state.nodes import MAPPINGS
+from tierckpt.state.stepping import is_heard
 from tierckpt.state.tensors import type_name
 
 
@@ -25,7 +26,7 @@ class Flat:
     them before the state may change. ``per_rank`` was captured during `flatten`. ``optimizer_storages`` names
     the tensors that are parameters or state of an ``Optimizer`` in the state: nothing but its step changes
     them. Optimizers that may be replayed from a CUDA graph (``capturable``) run no hooks and do not
-    count.
+    count, nor do those whose steps are not heard of for other reasons (see `stepping`). ``heard`` are the others, by id.
     """
 
     tree: JSON
@@ -33,6 +34,7 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     optimizer_storages: set[str] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)
 
 
 def flatten(state: Any) -> Flat:
@@ -117,7 +119,8 @@ class _Emitter:
     def _optimizer(self, node: OptimizerBranch) -> JSON:
         before = len(self.flat.tensors)
         states = self.emit(node.children[0])
-        if not any(group.get("capturable") for group in node.live.param_groups):
+        if is_heard(node.live) and not any(group.get("capturable") for group in node.live.param_groups):
+            self.flat.heard.add(id(node.live))
             for group in node.live.param_groups:
                 self.parameters.update(map(id, group["params"]))
             self.flat.optimizer_storages.update(islice(self.flat.tensors, before, None))

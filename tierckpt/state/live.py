@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 from torch import nn
+from torch.optim.swa_utils import SWALR
 
 from tierckpt.errors import StateError
 from tierckpt.format import names, values
@@ -358,7 +359,7 @@ class _Walker:
             raise StateError(f"{readable(name)}: the state_dict of a {type(value).__name__} contains itself")
         self._open.add(identity)
         try:
-            state = value.state_dict()
+            state = state_of(value)
         except Exception as error:
             raise StateError(
                 f"{readable(name)}: state_dict of {type(value).__name__} failed: {type(error).__name__}: {error}"
@@ -366,6 +367,14 @@ class _Walker:
         node = self.visit(state, name)
         self._open.discard(identity)
         return StatefulBranch(name, value, Leaf("value", name, state) if node is None else node)
+
+
+def state_of(value: Any) -> Any:
+    """Its ``state_dict()``. SWALR of older torch puts a function into it, which follows from how it was made."""
+    state = value.state_dict()
+    if isinstance(value, SWALR) and callable(state.get("anneal_func")):
+        return {key: item for key, item in state.items() if key != "anneal_func"}
+    return state
 
 
 def _find_modules(value: Any, name: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:

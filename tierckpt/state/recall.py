@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from tierckpt import _native
 from tierckpt.format import values
 from tierckpt.format.boxes import Box
-from tierckpt.state import arrays, live, modules, optimizers
+from tierckpt.state import arrays, live, modules, optimizers, stepping
 from tierckpt.state.devices import COPIED, place
 from tierckpt.state.flat import Flat
 from tierckpt.state.layout import Described
@@ -248,11 +248,16 @@ def _is_sharded(module: nn.Module) -> bool:
     return not modules.has_foreign_hooks(module)
 
 
+def _is_as_heard(optimizer: Optimizer) -> bool:
+    """Whether what was to be copied while training goes on may still be."""
+    return optimizers.is_walkable(optimizer) and stepping.is_heard(optimizer)
+
+
 def _state_of(value: Any) -> Any:
     """``NotImplemented`` for what is not saved as its ``state_dict()`` any more."""
     if not is_stateful(value) or (isinstance(value, Optimizer) and optimizers.is_walkable(value)):
         return NotImplemented
-    return value.state_dict()
+    return live.state_of(value)
 
 
 # What is more than a plain tensor or a DTensor
@@ -492,7 +497,7 @@ class _Maker:
         return (
             "optimizer",
             type(optimizer),
-            optimizers.is_walkable,
+            _is_as_heard if id(optimizer) in self._flat.heard else optimizers.is_walkable,
             index,
             ("sequence", list, tuple(listed)),
             ("states", kind, tuple(order), tuple(children)),
