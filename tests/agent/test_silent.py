@@ -24,6 +24,7 @@ from tierckpt.agent.writing import OwnWriter
 PATIENCE = 2.0
 #: What one incident may cost on a machine that is busy; each of many saves would cost the patience again.
 ONCE = 2.5 * PATIENCE
+USUAL = config.AGENT_ANSWER
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -138,7 +139,8 @@ def test_the_newest_step_in_memory_goes_to_the_disk_at_the_end_all_the_same(tmp_
     with _standing(pid):
         began = time.monotonic()
         ckpt.close()
-        assert time.monotonic() - began < 2 * ONCE
+        # A request that was already under way has the patience of before.
+        assert time.monotonic() - began < USUAL + ONCE
         found = state(-1)
         assert tierckpt.load(found, root).step == 3 and values(found, 0) == {3.0}
     # It takes the trainer for dead, and finds its work done.
