@@ -37,6 +37,23 @@ def begun(chain: Chain | None = None, origin: CheckpointRef | None = None) -> Ch
     return chain
 
 
+def test_what_is_kept_of_each_link_is_little_and_exact() -> None:
+    chain = begun()
+    said = [add(chain, chain.introduce(OTHER.public))]
+    for step in range(50):
+        key = OTHER if step % 3 else KEY
+        said.append(add(chain, chain.commit(ref(step), time=TIME.replace("05.0", f"{step:02}.0")), key))
+    found = chain.links[1:]
+    assert [(one.number, one.action, one.key, one.time) for one in found] == [
+        (link.number, link.action, link.key, link.time) for link in said
+    ]
+    assert found[-1] == chain.links[-1] == chain.links[51] and len(chain.links) == 52
+    assert [one.digest for one in chain.links] == [*(link.previous for link in said), chain.head.digest]  # type: ignore[union-attr]
+    assert len(chain.links._records) == 64 * 52
+    with pytest.raises(IndexError):
+        chain.links[52]
+
+
 def committed(*steps: int) -> Chain:
     """Generation 1 with these steps committed."""
     chain = begun()

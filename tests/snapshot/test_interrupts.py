@@ -74,6 +74,7 @@ def test_interrupts_take_no_slot(tmp_path: Path) -> None:
                 break  # there are no more lines
             interrupted.append(hit.where)
         slots = [slot["state"] for g in status()["generations"] for slot in g["slots"]]
-        assert len(slots) <= 3 and slots.count("sealed") == 1 and "filling" not in slots, slots
+        # One may be there for the next save.
+        assert len(slots) <= 3 and slots.count("sealed") == 1 and slots.count("filling") <= 1, slots
     assert len(interrupted) > 50 and any(where.startswith("client.py") for where in interrupted)
     assert tierckpt.verify(root, every=True).ok

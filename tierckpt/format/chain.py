@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from tierckpt.errors import IntegrityError, UntrustedError
 from tierckpt.format import paths, store
@@ -54,6 +55,46 @@ class LinkSummary(NamedTuple):
     digest: str
 
 
+class Links(Sequence[LinkSummary]):
+    """The summaries of all links, in the order of the chain: 64 bytes for each, since a run of months has very many."""
+
+    _RECORD = struct.Struct("<27s32sBI")
+
+    def __init__(self) -> None:
+        self._records = bytearray()
+        self._actions: list[str] = []
+        self._keys: list[str] = []
+
+    def append(self, link: Link, digest: str) -> None:
+        """The next link, and its digest."""
+        action, key = _place(self._actions, link.action), _place(self._keys, link.key)
+        self._records += self._RECORD.pack(link.time.encode("ascii"), bytes.fromhex(digest), action, key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Links) and list(self) == list(other)
+
+    def __len__(self) -> int:
+        return len(self._records) // self._RECORD.size
+
+    @overload
+    def __getitem__(self, index: int) -> LinkSummary: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LinkSummary]: ...
+    def __getitem__(self, index: int | slice) -> LinkSummary | list[LinkSummary]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        time, digest, action, key = self._RECORD.unpack_from(self._records, number * self._RECORD.size)
+        return LinkSummary(number, self._actions[action], self._keys[key], time.decode("ascii"), digest.hex())
+
+
+def _place(known: list[str], text: str) -> int:
+    """Where ``text`` is among the few that are known; it becomes one of them."""
+    if text not in known:
+        known.append(text)
+    return known.index(text)
+
+
 _BEGUN = 64  # generations that are named to tell one chain from another
 
 
@@ -98,7 +139,7 @@ class Chain:
         self.pinned: set[CheckpointRef] = set()
         """Live checkpoints that retention keeps."""
         self.retired: dict[CheckpointRef, Retired] = {}
-        self.links: list[LinkSummary] = []
+        self.links = Links()
         self._numbers: dict[CheckpointRef, int] = {}  # of live checkpoints: their commit links
         self._live: dict[int, dict[int, CheckpointRef]] = {}  # by generation, then by step
         self._ranges: list[tuple[int, int]] = []  # of the keys of `live`
@@ -212,7 +253,7 @@ class Chain:
                 self._endorsements.append((body.introduces, link.key))
         self._ranges = ranges
         self.head = Head(link.number, digest)
-        self.links.append(LinkSummary(link.number, link.action, link.key, link.time, digest))
+        self.links.append(link, digest)
 
     def lineage(self) -> list[CheckpointRef]:
         """The live checkpoints that the current generation continues, newest first.

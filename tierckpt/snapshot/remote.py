@@ -52,17 +52,18 @@ class RemoteArena:
 
     Args:
         client: joined.
-        slots: that this rank may have.
         fenced: why this process can commit nothing any more, empty if it can: asked when another agent than before answers,
             which knows of no newer generation.
     """
 
-    def __init__(self, client: Client, fenced: Callable[[], str], slots: int) -> None:
-        self._client, self._fenced, self._slots = client, fenced, slots
+    def __init__(self, client: Client, fenced: Callable[[], str]) -> None:
+        self._client, self._fenced = client, fenced
         # Slots are asked for by who saves, sealed by the thread that finds out what is complete.
         self._lock = threading.RLock()
-        # The next slot, while they are new: to make and map one takes far longer than to fill it.
+        # The next slot: to make and map a new one takes far longer than to fill it, and even to ask for one takes as long as
+        # the rest of a save of a thousand tensors.
         self._ahead: _Ahead | None = None
+        self._asked = 0
         self._epoch = -1
         self._mapped: dict[int, _native.Buffer] = {}
         #: Layouts that the agent has.
@@ -81,7 +82,8 @@ class RemoteArena:
     def prepare(self, size: int) -> None:
         """Begin to make and map a slot of ``size`` bytes, for the next :meth:`acquire`."""
         with self._lock:
-            if self._ahead is None:
+            # Whoever waits for a slot would not hear of one that was got ready meanwhile.
+            if self._ahead is None and not self._asked:
                 self._ahead = _Ahead(lambda: self._acquire(size, 0.0))
 
     def acquire(self, size: int, wait: float) -> RemoteSlot:
@@ -93,18 +95,23 @@ class RemoteArena:
         """
         with self._lock:
             ahead, self._ahead = self._ahead, None
-        slot = ahead.result() if ahead is not None else None
-        if slot is not None:
-            if len(slot.buffer) >= size and self._client.connect() and slot.epoch == self._client.epoch:
-                return slot
-            slot.release()
+            self._asked += 1
         try:
-            return self._acquire(size, wait)
-        except AgentSilentError:
-            raise
-        except AgentLostError:
-            # Nothing of this save was in the agent that died: a new one does.
-            return self._acquire(size, wait)
+            slot = ahead.result() if ahead is not None else None
+            if slot is not None:
+                if len(slot.buffer) >= size and self._client.connect() and slot.epoch == self._client.epoch:
+                    return slot
+                slot.release()
+            try:
+                return self._acquire(size, wait)
+            except AgentSilentError:
+                raise
+            except AgentLostError:
+                # Nothing of this save was in the agent that died: a new one does.
+                return self._acquire(size, wait)
+        finally:
+            with self._lock:
+                self._asked -= 1
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE
@@ -176,8 +183,7 @@ class RemoteArena:
             if slot is None:
                 return
             slot._arena = slot._ticket = None
-            if len(self._mapped) < self._slots:
-                self.prepare(shard.size)
+            self.prepare(shard.size)
 
     def complete(self, step: int, due: bool) -> None:
         """All ranks have sealed ``step``; ``due``: it is to be written to the disk."""
