@@ -59,11 +59,11 @@ class Jobs:
         with _refusals():
             self._jobs[place].mark()
 
-    def hold(self) -> None:
-        """What this thread enqueues from now on comes after that."""
+    def hold(self, places: Iterable[int] | None = None) -> None:
+        """What this thread enqueues from now on, on all devices or at ``places``, comes after that."""
         with _refusals():
-            for index, job in self._jobs.items():
-                job.hold(gpus.stream(index))
+            for index in self._jobs if places is None else places:
+                self._jobs[index].hold(gpus.stream(index))
 
     def wait(self) -> None:
         """Until that is done."""

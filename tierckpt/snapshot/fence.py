@@ -93,7 +93,7 @@ class Copy:
         pointers: Any,
         into: memoryview,
         watch: Watch,
-        tasks: Sequence[Callable[[], None]],
+        tasks: Sequence[Callable[[], object]],
         keep: Sequence[object],
         done: Callable[[], None],
         jobs: Jobs,
@@ -102,7 +102,7 @@ class Copy:
         self._done, self._jobs = done, jobs
         lo, hi = (0, 0) if table is None else table.span
         blocks = [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
-        self._tasks: deque[Callable[[], None]] = deque([*tasks, *blocks])
+        self._tasks: deque[Callable[[], object]] = deque([*tasks, *blocks])
         self._left = len(self._tasks)
         self._lock = threading.Lock()
         self._judging = self._concluded = False

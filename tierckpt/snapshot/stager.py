@@ -95,7 +95,7 @@ class Stager:
         with self._settled():
             found = self._now(memory, (False,))
             fence.install()
-            tasks: list[Callable[[], None]] = [partial(self._enqueue, place, memory, True) for place in self._jobs]
+            tasks: list[Callable[[], object]] = [partial(self._enqueue, place, memory, True) for place in self._jobs]
             if sample is not None:
                 tasks.append(partial(sample.take, late=True, place=HOST))
             into, table, pointers = memoryview(b""), None, None
@@ -121,10 +121,8 @@ class Stager:
         source, sample = self._source, self._sample
         if self._jobs and memory is not None:
             pin(memory)
-        for place in self._jobs:
-            for each in late:
-                self._enqueue(place, memory, each)
-        self._jobs.hold()
+        places = {place for place in self._jobs for each in late if self._enqueue(place, memory, each)}
+        self._jobs.hold(places)
         if source is not None and memory is not None:
             into = memoryview(memory)[: source.size]
             if self._split is None:
@@ -139,15 +137,20 @@ class Stager:
                 sample.take(late=each, place=HOST)
         return None if source is None or memory is None else SlotSource(memory, source.size)
 
-    def _enqueue(self, place: int, memory: _native.Buffer | None, late: bool) -> None:
+    def _enqueue(self, place: int, memory: _native.Buffer | None, late: bool) -> bool:
+        """Have a device copy its part, and take fingerprints; whether there is anything."""
         source, sample = self._source, self._sample
+        any_of = False
         if source is not None and memory is not None and self._split is not None:
             for part in self._split.parts:
                 if part.place == place and part.late == late:
                     self._jobs.gather(place, part.table, part.pointers(source.pointers), memory)
+                    any_of = True
         if sample is not None:
-            sample.take(late=late, place=place, jobs=self._jobs)
-        self._jobs.mark(place)
+            any_of |= sample.take(late=late, place=place, jobs=self._jobs)
+        if any_of:
+            self._jobs.mark(place)
+        return any_of
 
 
 class SlotSource:

@@ -126,17 +126,24 @@ class Sample:
         """Where what is still to be taken is."""
         return {self._selection.parts[i].place for i in self._pointers}
 
-    def take(self, *, late: bool, place: int, jobs: Jobs | None = None) -> None:
-        """Look at what is at ``place`` and was not looked at before; ``late``: at what only optimizers change."""
+    def take(self, *, late: bool, place: int, jobs: Jobs | None = None) -> bool:
+        """Look at what is at ``place`` and was not looked at before; ``late``: at what only optimizers change.
+
+        Returns:
+            Whether there was anything.
+        """
+        any_of = False
         for i, part in enumerate(self._selection.parts):
             if part.place != place or part.late != late or i not in self._pointers:
                 continue
             pointers = self._pointers.pop(i)
+            any_of = True
             if place == HOST:
                 self._put(part, _native.fingerprints(part.table, pointers))
             else:
                 assert jobs is not None
                 self._coming.append((part, jobs.fingerprint(place, part.table, pointers)))
+        return any_of
 
     def _put(self, part: Part, prints: bytes) -> None:
         self._prints[numpy.array(part.rows)] = numpy.frombuffer(prints, dtype=numpy.uint64).reshape(-1, 2)
