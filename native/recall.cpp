@@ -729,8 +729,12 @@ class Looks {
   }
 
   void learn(int64_t source, bool inside, bool present, const py::list& leaves, const py::list& extra) {
-    Row row{source,  inside,  present, false, kElsewhere,
-            nullptr, nullptr, 0,       0,     static_cast<uint32_t>(rows_.size())};
+    Row row{};
+    row.source = source;
+    row.inside = inside;
+    row.present = present;
+    row.device = kElsewhere;
+    row.like = static_cast<uint32_t>(rows_.size());
     if (inside) {
       const py::object outer = item(leaves, source);
       usable_ = learn_outer(source, outer.ptr());
@@ -803,8 +807,11 @@ class Looks {
         descriptors_.dtype(tensor).ptr() != row.dtype ||
         !same(descriptors_.shape(tensor), row.first_dim, row.ndim) ||
         !same(descriptors_.stride(tensor), row.first_dim + row.ndim, row.ndim) ||
-        descriptors_.device(tensor) != row.device || descriptors_.is_lazy(tensor, row.complex) ||
         !descriptors_.address(tensor, address) || (row.present && *address == 0))
+      return false;
+    // No two devices share an address.
+    const bool there = *address != 0 && i < last_.size() && last_[i] == *address;
+    if ((!there && descriptors_.device(tensor) != row.device) || descriptors_.is_lazy(tensor, row.complex))
       return false;
     *version = descriptors_.version(tensor);
     return true;
