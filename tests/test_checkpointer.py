@@ -120,6 +120,8 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
         {"slots": 1},
         {"on_full": "drop"},
         {"budget": 0},
+        {"budget": "100MiB"},
+        {"idle": "10s"},
         {"every": 0},
         {"idle": -1},
         {"drain_deadline": 0},
@@ -128,6 +130,12 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
 def test_a_ram_tier_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=next(iter(arguments))):
         Ram(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"keep": "3"}, {"keep": 0}, {"grace": "1h"}, {"every": 1.5}])
+def test_a_disk_tier_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(StateError, match=next(iter(arguments))):
+        Disk(**arguments)
 
 
 def test_one_tier_of_each_kind(tmp_path: Path) -> None:

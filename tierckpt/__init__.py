@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tierckpt.config import Disk, KeepEvery, KeepLast, Ram
     from tierckpt.errors import (
         ArenaFullError,
+        DeviceError,
         FencedError,
         IncompleteError,
         IntegrityError,
@@ -43,6 +44,7 @@ _HOMES = {
     "config": ("Disk", "KeepEvery", "KeepLast", "Ram"),
     "errors": (
         "ArenaFullError",
+        "DeviceError",
         "FencedError",
         "IncompleteError",
         "IntegrityError",
@@ -71,6 +73,7 @@ __all__ = [
     "ArenaFullError",
     "Checkpointer",
     "DataPosition",
+    "DeviceError",
     "Disk",
     "FencedError",
     "Fuse",

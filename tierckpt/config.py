@@ -132,6 +132,8 @@ Retention = KeepLast | KeepEvery
 
 def retention(keep: int | Retention | None) -> Retention | None:
     """The policy that ``keep`` stands for: a number is :class:`KeepLast`, None keeps all."""
+    if keep is not None and not isinstance(keep, int) and not callable(getattr(keep, "keep", None)):
+        raise StateError(f"keep={keep!r}: it takes a number of checkpoints, or a policy such as KeepEvery(…)")
     return KeepLast(keep) if isinstance(keep, int) else keep
 
 
@@ -193,7 +195,7 @@ class Disk:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cadence", Cadence.of(self.every))
         object.__setattr__(self, "retention", retention(self.keep))
-        if not self.grace >= 0:
+        if not _is_number(self.grace) or self.grace < 0:
             raise StateError(f"grace={self.grace!r}: it takes a number of seconds, 0 or more")
 
 
@@ -235,9 +237,9 @@ class Ram:
             raise StateError(f"Ram(slots={self.slots!r}): it takes at least 2, the newest complete step and the next")
         if self.on_full not in ("overtake", "wait", "skip"):
             raise StateError(f"Ram(on_full={self.on_full!r}) is not one of 'overtake', 'wait', 'skip'")
-        if self.budget is not None and not self.budget > 0:
+        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
             raise StateError(f"Ram(budget={self.budget!r}): it takes bytes, or a fraction of the machine's memory")
-        if not self.idle >= 0 or not self.drain_deadline > 0:
+        if not (_is_number(self.idle) and _is_number(self.drain_deadline)) or self.idle < 0 or self.drain_deadline <= 0:
             raise StateError(f"Ram(idle={self.idle!r}, drain_deadline={self.drain_deadline!r}): both are seconds")
         if self.metrics is not None and not _is_port(self.metrics):
             raise StateError(f"Ram(metrics={self.metrics!r}): it takes a port from 1 to 65535")
@@ -257,6 +259,11 @@ class Ram:
         """The budget in bytes on this machine."""
         given = AGENT_BUDGET if self.budget is None else self.budget
         return int(given * memory()) if isinstance(given, float) and given <= 1 else int(given)
+
+
+def _is_number(given: object) -> bool:
+    """Whether this is a number, and none that is equal to no other."""
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and given == given
 
 
 def _is_port(given: object) -> bool:

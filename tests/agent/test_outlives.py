@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -511,11 +513,44 @@ def test_wait_waits(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "s") == [0, 1, 2, 3]
 
 
-def test_what_does_not_fit_the_budget_is_told_on_the_handle(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "s", tiers=[Ram(budget=1 << 16), Disk()]) as ckpt:
+def _over_budget(rank: int, root: str, slots: float) -> list[int]:
+    """The budget holds so many slots of all ranks: what is due on the disk gets there, the rest is told on the handle."""
+    live = {"w": torch.full((500_000,), 0.0), "rank": tierckpt.PerRank(rank)}
+    size = 2 << 20  # of a slot: one huge page
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Checkpointer(root, tiers=[Ram(budget=int(slots * size)), Disk(every=3)], timeout=40) as ckpt:
+            for step in range(10):
+                live["w"].fill_(step)
+                handle = ckpt.save(step, live)
+                if step % 3:
+                    with contextlib.suppress(tierckpt.ArenaFullError, tierckpt.SkippedError):
+                        handle.wait("ram")
+                    continue
+                handle.wait("disk")
+    return tierckpt.steps(root)
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(1, 0.5), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
+def test_what_is_due_on_the_disk_gets_there_whatever_the_budget_of_memory(
+    tmp_path: Path, ranks: int, slots: float
+) -> None:
+    root = str(tmp_path / "s")
+    for steps in run_ranks(_over_budget, ranks, root, slots, group=ranks > 1):
+        assert {0, 3, 6, 9} <= set(steps)
+    assert tierckpt.verify(root, every=True).ok
+    for step in (3, 9):
+        assert (tierckpt.read(root, step=step)["w"] == step).all()
+
+
+def test_what_does_not_fit_the_budget_is_told(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(budget=1 << 16), Disk(every=10)]) as ckpt:
+        with pytest.warns(RuntimeWarning, match=r"no room for two steps.*65,536"):
+            assert ckpt.save(0, state(0)).wait() is not None
         handle = ckpt.save(1, state(1))
         with pytest.raises(tierckpt.ArenaFullError, match="65,536"):
             handle.wait()
+        handle._told = True
 
 
 def _numbers(pid: int) -> tuple[int, int, int]:

@@ -196,4 +196,6 @@ def _lopsided(rank: int, root: str, order: list[int]) -> int | None:
 
     group = dist.new_group(order)
     dist.new_group([1, 2])  # rank 1 knows one group more than rank 0
-    return tierckpt.save(state(1), root, 5, group=group).generation if rank < 2 else None
+    saved = tierckpt.save(state(1), root, 5, group=group).generation if rank < 2 else None
+    dist.barrier()  # gloo: a rank that leaves takes connections away that others are still making
+    return saved

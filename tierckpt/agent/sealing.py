@@ -157,7 +157,10 @@ class Sealing:
         """A step that some rank cannot seal: each writes its own part, if it is due on the disk, as where there is no agent."""
         assert not isinstance(job.staged, BaseException)
         job.staged.withdraw()
-        why = f"step {job.step} is in no memory that outlives the trainers: the agent of ranks {ranks(job.own)} does not answer"
+        why = (
+            f"step {job.step} is in no memory that outlives the trainers: the agent of ranks {ranks(job.own)} does not "
+            "answer, or has no room"
+        )
         if not job.due:
             self._skip(job, ("ram",), why)
             return

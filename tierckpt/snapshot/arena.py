@@ -114,6 +114,11 @@ class Arena:
         freed = self._free[0].nbytes if makes_room else 0
         return capacity + min(capacity, MEMORY_MARGIN) <= machine.available() + freed
 
+    @property
+    def held(self) -> int:
+        """Slots in use."""
+        return self._held
+
     def _give_back(self, buffer: _native.Buffer | None) -> None:
         with self._change:
             self._held -= 1

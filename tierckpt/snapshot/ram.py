@@ -31,6 +31,7 @@ class RamTier:
         self.arena = RemoteArena(client, coordinator.fenced)
         # For one step at a time, while the agent does not answer.
         self._own = Arena(1)
+        self._warned = False
         client.heard = self._heard
         self.sealing = Sealing(channels, drain, slots=policy.slots, complete=self.arena.complete, drop=self.arena.drop)
 
@@ -95,19 +96,28 @@ class RamTier:
                 raise SkippedError("no slot was free") from error
             raise
 
-    def acquire_here(self, size: int, *, due: bool, must: bool) -> Slot:
-        """Memory of this process, for a step that goes to the disk while the agent does not answer.
+    def acquire_here(self, size: int, why: str, *, must: bool) -> Slot:
+        """Memory of this process, for a step that goes to the disk while the agent has none for it, and ``why``.
 
         Raises:
-            SkippedError: the step before is still in there, or it is not ``due`` on the disk.
+            SkippedError: the step before is still in there.
+            ArenaFullError: this process has none either.
         """
-        why = "the agent does not answer"
-        if not due:
-            raise SkippedError(why)
         try:
             return self._own.acquire(size, self._group.timeout if must else 0.0)
         except ArenaFullError as error:
+            if not self._own.held:
+                raise
             raise SkippedError(f"{why}, and the step before is not on the disk yet,") from error
+
+    def warn_of_room(self, error: ArenaFullError) -> None:
+        """Once: the disk gets its steps, but memory does not hold what it is there for."""
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"the agent has no room for two steps of this rank: {error}; steps that are due on the disk go there from the "
+                "memory of this process, others fail"
+            )
 
     def _heard(self) -> None:
         """The agent answers again."""
@@ -161,12 +171,23 @@ class AgentMemory:
         return not self._here and self._tier.arena.answers
 
     def acquire(self, size: int) -> Slot | RemoteSlot:
-        """A slot of the agent; of this process while that does not answer. See :meth:`RamTier.acquire`."""
+        """A slot of the agent; of this process, for a step that goes to the disk, while that does not answer or has no room.
+
+        See :meth:`RamTier.acquire`.
+        """
         try:
             return self._tier.acquire(size, must=self._must)
-        except AgentSilentError:
+        except AgentSilentError as error:
             self._here = True
-            return self._tier.acquire_here(size, due=self._due, must=self._must)
+            if not self._due:
+                raise SkippedError("the agent does not answer") from error
+            return self._tier.acquire_here(size, "the agent does not answer", must=self._must)
+        except ArenaFullError as error:
+            if not self._due:
+                raise
+            self._here = True
+            self._tier.warn_of_room(error)
+            return self._tier.acquire_here(size, "the agent has no room for it", must=self._must)
 
     def seal(self, slot: Slot | RemoteSlot | None, shard: Shard) -> None:
         """From then on this process may die.
