@@ -120,10 +120,11 @@ void Device::pin(Buffer& buffer) const {
   driver_->check(driver_->MemHostRegister(buffer.address(), buffer.mapped(), kPortableMapped),
                  "cuMemHostRegister");
   buffer.pin([this](void* address) {
-    CuContext context;
-    if (driver_->CtxPushCurrent(context_) != 0) return;  // the end of the process
-    driver_->MemHostUnregister(address);
-    driver_->CtxPopCurrent(&context);
+    try {
+      const Current current(*this);
+      driver_->MemHostUnregister(address);
+    } catch (const CudaError&) {  // the end of the process
+    }
   });
 }
 

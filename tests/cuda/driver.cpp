@@ -29,7 +29,7 @@ constexpr uint64_t kMapped = uint64_t{1} << 56;  // what is added to the address
 enum Code { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kLaunchFailed = 719, kUnsupported = 900 };
 
 std::mutex lock;
-std::condition_variable changed;
+std::condition_variable& changed = *new std::condition_variable;  // never destroyed: threads wait for it until the end
 int failures = 0;                                    // rules that were broken
 std::string broken;                                  // which one was first
 std::map<std::string, std::pair<int, int>> failing;  // call -> (how many succeed before, code)

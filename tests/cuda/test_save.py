@@ -411,3 +411,29 @@ def _settles(rank: int, root: str) -> bool:
 
 def test_a_layout_that_changes_on_one_rank(tmp_path: Path) -> None:
     assert run_ranks(_settles, 2, str(tmp_path / "s")) == [True, True]
+
+
+def test_what_was_enqueued_before_a_call_failed_is_waited_for(
+    tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot goes to the next save: no copy may still be writing to it."""
+    _, _, state = training(gpu)
+    original = device_module.Jobs.gather
+
+    def gather(self: Any, *args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gpu.settle(gpu.copies)  # what `save` has enqueued is done; what comes now takes its time
+            gpu.open_gate(gpu.copies, False)
+        original(self, *args)
+
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    ckpt.save(0, state).wait()
+    monkeypatch.setattr(device_module.Jobs, "gather", gather)
+    gpu.fail("cuLaunchKernel")
+    handle = ckpt.save(1, state)
+    assert not handle._ended.wait(0.3)  # the copy is under way until the gate opens
+    gpu.open_gate(gpu.copies)
+    gpu.fail("cuLaunchKernel", code=0)
+    with pytest.raises(DeviceError, match="cuLaunchKernel"):
+        handle.wait()
+    ckpt.close()

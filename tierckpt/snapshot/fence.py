@@ -69,6 +69,10 @@ class Versions:
         return [name for (name, _), before, now in rows if before != now]
 
 
+#: Seconds between two looks for what an interrupt may have kept somebody from saying.
+_LOOK_SECONDS = 0.5
+
+
 class Copy:
     """What is still to be copied of a shard from live memory into a slot after ``save()`` has returned.
 
@@ -83,7 +87,7 @@ class Copy:
         watch: tells what changed.
         tasks: what else has to be done before the state changes.
         keep: must live until then.
-        done: called once when it is confirmed, or found to be torn, from any thread.
+        done: called when it is confirmed, or found to be torn, from any thread; twice after an interrupt.
         jobs: what GPUs copy.
     """
 
@@ -103,9 +107,9 @@ class Copy:
         lo, hi = (0, 0) if table is None else table.span
         blocks = [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
         self._tasks: deque[Callable[[], object]] = deque([*tasks, *blocks])
-        self._left = len(self._tasks)
-        self._lock = threading.Lock()
-        self._judging = self._concluded = False
+        # Those that are not done.
+        self._left = set(self._tasks)
+        self._judging, self._concluding, self._concluded = threading.RLock(), threading.RLock(), False
         self._ended, self._judged, self._confirmed = threading.Event(), threading.Event(), threading.Event()
         self._saver = threading.get_ident()
         self._pid = os.getpid()
@@ -120,8 +124,7 @@ class Copy:
         copiers = _copiers()  # before anything else: the system may refuse the thread
         with _lock:
             _active.append(self)
-        if self._left == 0:
-            self._ended.set()
+        self._look_for_end()
         copiers.put(self)
 
     def _copy(self, lo: int, hi: int) -> None:
@@ -129,71 +132,62 @@ class Copy:
         self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
 
     def work(self) -> None:
-        """Do tasks until none is left to begin with."""
-        while True:
-            task, over = None, False
-            try:
-                with self._lock:
-                    task = self._tasks.popleft() if self._tasks else None
-                if task is None:
-                    return
+        """Do tasks until none is left to begin with. An interrupt of this thread loses none."""
+        try:
+            # A loop over an iterator of C: no interrupt comes between the taking of a task and its name.
+            for task in iter(self._tasks.popleft, None):
                 try:
-                    task()
-                except Exception as error:
-                    self._error = error
-                over = True
-            finally:
-                if over:
-                    self._count()
-                elif task is not None:
-                    # An interrupt of this thread, which only lent a hand: another one does it.
-                    with self._lock:
+                    try:
+                        task()
+                    except Exception as error:
+                        self._error = error
+                    self._left.discard(task)
+                finally:
+                    if task in self._left:
+                        # An interrupt of this thread, which only lent a hand: another one does it.
                         self._tasks.append(task)
-                    _copiers().put(self)
+                        _copiers().put(self)
+        except IndexError:
+            self._look_for_end()
 
-    def _count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
+    def _look_for_end(self) -> None:
+        if not self._left:
             self._ended.set()
 
     def _judge(self) -> None:
-        """Find out whether it is torn, once."""
-        with self._lock:
-            mine, self._judging = not self._judging, True
-        if not mine:
-            self._judged.wait()
-            return
-        try:
-            changed = self._watch.changes()
-            if changed and self._error is None:
-                more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-                self._error = TornSnapshotError(
-                    f"{', '.join(changed[:3])}{more}: changed while being copied, other than by an optimizer's step(); call "
-                    "Checkpointer.fence() before changing the state, or use tierckpt.async_save"
-                )
-        except Exception as error:
-            self._error = error
-        finally:
+        """Find out whether it is torn, once. If that is interrupted the next one does it."""
+        with self._judging:
+            if self._judged.is_set():
+                return
+            try:
+                changed = self._watch.changes()
+                if changed and self._error is None:
+                    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+                    self._error = TornSnapshotError(
+                        f"{', '.join(changed[:3])}{more}: changed while being copied, other than by an optimizer's step(); call "
+                        "Checkpointer.fence() before changing the state, or use tierckpt.async_save"
+                    )
+            except Exception as error:
+                self._error = error
             self._judged.set()
 
     def _conclude(self) -> None:
-        """All bytes are there, and it is known whether they are good; once."""
-        with self._lock:
-            mine, self._concluded = not self._concluded, True
-        if not mine:
-            return
-        self._keep = ()
-        with _lock:
-            if self in _active:
-                _active.remove(self)
-        self._confirmed.set()
-        self._done()
+        """All bytes are there, and it is known whether they are good; once. If that is interrupted the next one does it."""
+        with self._concluding:
+            if self._concluded:
+                return
+            self._keep = ()
+            with _lock:
+                if self in _active:
+                    _active.remove(self)
+            self._confirmed.set()
+            self._done()
+            self._concluded = True
 
     def confirm(self) -> None:
         """Wait until it has ended and the thread that saved has gone on, then look whether it is torn."""
-        self._ended.wait()
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._look_for_end()  # whoever did the last task may have been interrupted before it said so
         try:
             self._jobs.wait()
         except Exception as error:
@@ -225,7 +219,8 @@ class Copy:
         if self._met is None:
             self._met = time.perf_counter()
         self.work()
-        self._ended.wait()
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._look_for_end()
         try:
             self._jobs.hold()
         except Exception as error:

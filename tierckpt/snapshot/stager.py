@@ -141,15 +141,18 @@ class Stager:
         """Have a device copy its part, and take fingerprints; whether there is anything."""
         source, sample = self._source, self._sample
         any_of = False
-        if source is not None and memory is not None and self._split is not None:
-            for part in self._split.parts:
-                if part.place == place and part.late == late:
-                    self._jobs.gather(place, part.table, part.pointers(source.pointers), memory)
-                    any_of = True
-        if sample is not None:
-            any_of |= sample.take(late=late, place=place, jobs=self._jobs)
-        if any_of:
-            self._jobs.mark(place)
+        try:
+            if source is not None and memory is not None and self._split is not None:
+                for part in self._split.parts:
+                    if part.place == place and part.late == late:
+                        any_of = True
+                        self._jobs.gather(place, part.table, part.pointers(source.pointers), memory)
+            if sample is not None:
+                any_of |= sample.take(late=late, place=place, jobs=self._jobs)
+        finally:
+            # Also what was enqueued before an error is waited for: the memory goes to somebody else.
+            if any_of:
+                self._jobs.mark(place)
         return any_of
 
 
