@@ -1,0 +1,82 @@
+"""An interrupt of training at the fence, wherever Python takes one: nothing is lost that others wait for."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tierckpt.snapshot import fence
+from tierckpt.snapshot.device import Jobs
+
+#: After these instructions a signal's handler may run.
+_CHECKED = {"CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"}
+
+
+class _Interrupt(BaseException):
+    pass
+
+
+def _interrupted(number: int, call: Callable[[], object]) -> bool:
+    """Whether ``call`` was interrupted, at the place of that number in the fence."""
+    seen: dict[int, str] = {}
+    left = number
+
+    def inside(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "opcode":
+            before = seen.get(id(frame), "RESUME")
+            seen[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before in _CHECKED:
+                left -= 1
+                if left == 0:
+                    sys.settrace(None)
+                    raise _Interrupt
+        return inside
+
+    def outside(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != fence.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        return inside
+
+    before = sys.gettrace()
+    sys.settrace(outside)
+    try:
+        call()
+    except _Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_anywhere_at_the_fence_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 0
+    while True:
+        number += 1
+        did: list[int] = []
+        ended = threading.Event()
+        # A thread of the process comes to it later: until then training is alone with it.
+        copiers: Any = type("", (), {"put": lambda self, copy: None})()
+        monkeypatch.setattr(fence, "_copiers", lambda copiers=copiers: copiers)
+        tasks = [lambda k=k: did.append(k) for k in range(3)]  # type: ignore[misc]
+        watch = fence.Watch(lambda: ["changed"], ())
+        copy = fence.Copy(None, None, memoryview(b""), watch, tasks, (), ended.set, Jobs())
+        copy.start()
+        more = _interrupted(number, fence.wait)
+        thread = threading.Thread(target=lambda copy=copy: (copy.work(), copy.confirm()), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive() and ended.is_set(), number
+        assert set(did) == {0, 1, 2}, number
+        assert copy not in fence._active
+        with pytest.raises(fence.TornSnapshotError):  # an interrupted look finds nothing: it is looked again
+            copy.wait()
+        if not more:
+            return
