@@ -6,6 +6,7 @@ import dis
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_an_interrupt_anywhere_at_the_fence_lets_nobody_wait(monkeypatch: pytest
         # A thread of the process comes to it later: until then training is alone with it.
         copiers: Any = type("", (), {"put": lambda self, copy: None})()
         monkeypatch.setattr(fence, "_copiers", lambda copiers=copiers: copiers)
-        tasks = [lambda k=k: did.append(k) for k in range(3)]  # type: ignore[misc]
+        tasks = [partial(did.append, k) for k in range(3)]
         watch = fence.Watch(lambda: ["changed"], ())
         copy = fence.Copy(None, None, memoryview(b""), watch, tasks, (), ended.set, Jobs())
         copy.start()
