@@ -24,6 +24,10 @@ COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
 COPY_BLOCK = 16 << 20
 #: Seconds between two looks at whether the thread that saved has gone on to another instruction.
 CONFIRM_SECONDS = 0.002
+#: Seconds without using a core after which the thread that saved waits for something, and is inside of no kernel that writes.
+ASLEEP_SECONDS = 0.5
+#: Seconds that such a kernel takes at most.
+KERNEL_SECONDS = 10.0
 #: Slots of staged shards held at once by one process: one being drained, one being filled.
 SLOTS = 2
 #: Seconds for which files of a retired checkpoint stay, for readers that have begun to read it.

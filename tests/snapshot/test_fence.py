@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.harness import run_ranks
 from tierckpt import Checkpointer, TornSnapshotError
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Slot
@@ -167,8 +168,10 @@ def test_memory_that_a_parameter_lets_go_of_while_it_is_copied_stays(
     ckpt.close()
 
 
-def test_a_write_that_ends_after_the_copy_is_found(tmp_path: Path, gate: Gate) -> None:
+def test_a_write_that_ends_after_the_copy_is_found(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch counts a version after the kernel: while the thread that saved is inside of one, nothing is confirmed."""
+    monkeypatch.setattr(fence, "ASLEEP_SECONDS", 1000.0)  # the lock stands for a kernel
+    monkeypatch.setattr(fence, "KERNEL_SECONDS", 1000.0)
     model, optimizer = model_and_optimizer()
     step(model, optimizer)
     ckpt = Checkpointer(tmp_path / "s", agent="off")
@@ -197,6 +200,45 @@ def test_a_write_that_ends_after_the_copy_is_found(tmp_path: Path, gate: Gate) -
     with pytest.raises(TornSnapshotError):
         handles[0].wait()
     ckpt.close()
+
+
+def test_a_thread_that_waits_for_others_is_waited_for_no_longer(tmp_path: Path) -> None:
+    """It may wait for this very save: a barrier after it, a lock, the next order."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        order = threading.Lock()
+        order.acquire()
+        handles = []
+
+        def train() -> None:
+            handles.append(ckpt.save(1, {"model": model, "optimizer": optimizer}))
+            order.acquire()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        while not handles:
+            continue
+        handles[0].wait("disk", 30)
+        assert thread.is_alive()
+        order.release()
+        thread.join()
+
+
+def _barrier(rank: int, root: str) -> list[int]:
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(root, agent="off", timeout=30) as ckpt:
+        for number in range(4):
+            handle = ckpt.save(number, {"model": model, "optimizer": optimizer})
+            if rank == 0:
+                handle.wait("disk")
+            torch.distributed.barrier()
+    return tierckpt.steps(root)
+
+
+def test_a_barrier_after_a_save_that_one_rank_waits_for(tmp_path: Path) -> None:
+    assert run_ranks(_barrier, 2, str(tmp_path / "s")) == [[0, 1, 2, 3]] * 2
 
 
 def test_a_thread_that_has_ended_is_waited_for_no_longer(tmp_path: Path, gate: Gate) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierckpt import _native
-from tierckpt.config import CONFIRM_SECONDS, COPY_BLOCK
+from tierckpt.config import ASLEEP_SECONDS, CONFIRM_SECONDS, COPY_BLOCK, KERNEL_SECONDS
 from tierckpt.errors import TornSnapshotError
 from tierckpt.snapshot.device import Jobs
 from tierckpt.state import stepping
@@ -111,7 +111,7 @@ class Copy:
         self._left = set(self._tasks)
         self._judging, self._concluding, self._concluded = threading.RLock(), threading.RLock(), False
         self._ended, self._judged, self._confirmed = threading.Event(), threading.Event(), threading.Event()
-        self._saver = threading.get_ident()
+        self._saver, self._saver_native = threading.get_ident(), threading.get_native_id()
         self._pid = os.getpid()
         self._error: Exception | None = None
         # When training came to the fence.
@@ -193,7 +193,7 @@ class Copy:
         except Exception as error:
             self._error = self._error or error
         if not self._judged.is_set():
-            gone_on = _GoneOn(self._saver)
+            gone_on = _GoneOn(self._saver, self._saver_native)
             while not self._judged.is_set() and not gone_on:
                 # Nothing tells when a thread goes on.
                 self._judged.wait(CONFIRM_SECONDS)
@@ -244,17 +244,38 @@ class Copy:
 
 
 class _GoneOn:
-    """Whether a thread has gone on to another instruction of its program since this was made."""
+    """Whether a thread has gone on to another instruction of its program since this was made, or writes to nothing.
 
-    def __init__(self, thread: int) -> None:
+    One that waits for others (a barrier, a lock, `Handle.wait`) may wait for what we have yet to say: it sleeps and takes no time
+    of a core, which no kernel does for as long as `ASLEEP_SECONDS`, and none lasts for `KERNEL_SECONDS`.
+    """
+
+    def __init__(self, thread: int, native: int) -> None:
         self._thread, self._where = thread, _whereabouts(thread)
         self._told: list[bool] = []
+        self._stat = f"/proc/self/task/{native}/stat"
+        self._began = self._since = time.monotonic()
+        self._used = ""
         if thread == threading.main_thread().ident:
             # A loop over one call stands at the same instruction whenever one looks.
             _native.call_soon(partial(self._told.append, True))
 
     def __bool__(self) -> bool:
-        return bool(self._told) or self._where is None or _whereabouts(self._thread) != self._where
+        if self._told or self._where is None or _whereabouts(self._thread) != self._where:
+            return True
+        now = time.monotonic()
+        return now - self._began >= KERNEL_SECONDS or self._asleep(now)
+
+    def _asleep(self, now: float) -> bool:
+        try:
+            with open(self._stat) as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return True  # it has ended
+        used = f"{fields[11]} {fields[12]}"  # of a core, by itself and for it
+        if fields[0] != "S" or used != self._used:
+            self._used, self._since = used, now
+        return now - self._since >= ASLEEP_SECONDS
 
 
 def _whereabouts(thread: int) -> tuple[object, int] | None:
