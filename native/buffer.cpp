@@ -132,6 +132,14 @@ Buffer::Buffer(int fd, size_t nbytes, bool fresh) : nbytes_(nbytes), owner_(getp
   }
 }
 
+void Buffer::pin(std::function<void(void*)> unpin) {
+  // A child that shared the pages would make the kernel give this process others, while the device writes to
+  // those before.
+  madvise(address_, mapped_, MADV_DONTFORK);
+  owner_ = getpid();
+  unpin_ = std::move(unpin);
+}
+
 Buffer::~Buffer() {
   // A forked child has not inherited it: by now something else may lie there.
   if (owner_ != 0 && owner_ != getpid()) return;

@@ -31,7 +31,7 @@ class Buffer {
   size_t mapped() const { return mapped_; }
 
   // It was made known to a device; `unpin` is called with its address before it is unmapped.
-  void pin(std::function<void(void*)> unpin) { unpin_ = std::move(unpin); }
+  void pin(std::function<void(void*)> unpin);
   bool pinned() const { return unpin_ != nullptr; }
 
  private:
