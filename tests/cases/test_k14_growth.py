@@ -74,8 +74,10 @@ def _saves_much(rank: int, root: str, agent: str, waits: bool) -> dict[str, Any]
 def test_c82_memory_stays_as_it_is(tmp_path: Path, agent: str, waits: bool) -> None:
     (told,) = run_ranks(_saves_much, 1, str(tmp_path / "s"), agent, waits, group=False, timeout=170)
     memory, size = told["memory"], 64 * MIB
-    if waits:  # else the disk's pace says when all buffers are in use for the first time
-        assert memory[-1] - memory[0] < 32 * MIB, [used // MIB for used in memory]
+    if (
+        waits
+    ):  # else the disk's pace says when all are in use for the first time; the last is made ahead, at its own pace
+        assert memory[-1] - memory[10] < 32 * MIB, [used // MIB for used in memory]
     buffers = config.AGENT_SLOTS if agent == "auto" else config.SLOTS
     # The agent's own memory and the buffers of the disk belong to "beside"; see the design's goals.
     beside = 64 * MIB + (80 * MIB if agent == "auto" else 0)
