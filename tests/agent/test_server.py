@@ -555,6 +555,26 @@ def test_what_was_made_for_another_chain_is_forgotten(client: Client, tmp_path: 
     other.close()
 
 
+def test_what_is_read_of_a_forgotten_chain_takes_nothing_from_the_new_one(client: Client, tmp_path: Path) -> None:
+    """Both have a generation of the same number; who reads of the old one, or drains it, ends after the new one has begun."""
+    seal(client, 1, take(client))
+    client.request("complete", step=1, due=False)
+    reader = Client("run", "node", start=False, timeout=20.0)
+    reader.request("fetch", generation=1, step=1, rank=0).__exit__(None, None, None)
+    before = status()["held"]
+    client.close()
+    until(nobody_is_there)
+    other = Client("run", "node", start=False, timeout=20.0)
+    other.join(joining(tmp_path, begun=begun(1, "b")))
+    seal(other, 1, take(other))
+    assert status()["held"] == 2 * before
+    reader.close()
+    until(lambda: status()["held"] == before)
+    with other.request("held", root=str(tmp_path)) as reply:
+        assert [held["begin"] for held in reply.fields["snapshots"]] == [begun(1, "b")[0][1]]  # type: ignore[index,union-attr]
+    other.close()
+
+
 def nobody_is_there() -> bool:
     return all(rank != "alive" for generation in status()["generations"] for rank in generation["ranks"].values())
 

@@ -119,11 +119,9 @@ class Holdings:
                 )
             other.fenced = other.settled = True
             for step in other.steps.values():
-                step.complete = False
-                for snapshot in step.snapshots.values():
-                    snapshot.due = False
-            self._reap(other, spare=False)
-            self.generations.pop(other.number, None)
+                for rank in list(step.snapshots):
+                    self._release(other, step, rank)  # what somebody reads goes when he has read it
+            self._reap(other)
 
     def leave(self, generation: Generation, rank: int, *, bye: bool) -> bool:
         """A connection of a trainer is gone; whether that was the last one of the generation on this node."""
@@ -340,7 +338,9 @@ class Holdings:
                 for slot in [slot for slot in slots if not slot.busy]:
                     self._close(generation, rank, slot)
         if generation.fenced and not generation.steps and not generation.alive:
-            self.generations.pop(generation.number, None)
+            # Its number may be another chain's by now, while somebody was still busy with what this one held.
+            if self.generations.get(generation.number) is generation:
+                del self.generations[generation.number]
         self.change.notify_all()
 
     def _give_up_durable(self, generation: Generation, rank: int) -> bool:
