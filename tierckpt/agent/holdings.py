@@ -337,10 +337,10 @@ class Holdings:
             for rank, slots in generation.by_rank.items():
                 for slot in [slot for slot in slots if not slot.busy]:
                     self._close(generation, rank, slot)
-        if generation.fenced and not generation.steps and not generation.alive:
-            # Its number may be another chain's by now, while somebody was still busy with what this one held.
-            if self.generations.get(generation.number) is generation:
-                del self.generations[generation.number]
+        is_over = generation.fenced and not generation.steps and not generation.alive
+        # Its number may be another chain's by now, while somebody was still busy with what this one held.
+        if is_over and self.generations.get(generation.number) is generation:
+            del self.generations[generation.number]
         self.change.notify_all()
 
     def _give_up_durable(self, generation: Generation, rank: int) -> bool:
