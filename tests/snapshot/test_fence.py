@@ -6,6 +6,8 @@ Copies are held at a gate that the test opens, so that every order of events is 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
 from collections import deque
@@ -239,6 +241,29 @@ def _barrier(rank: int, root: str) -> list[int]:
 
 def test_a_barrier_after_a_save_that_one_rank_waits_for(tmp_path: Path) -> None:
     assert run_ranks(_barrier, 2, str(tmp_path / "s")) == [[0, 1, 2, 3]] * 2
+
+
+def test_a_child_forked_in_the_middle_of_a_copy_trains_on(tmp_path: Path, gate: Gate) -> None:
+    """Whoever held the lock is not in the child."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        gate.arrived.wait()
+        with fence._lock:
+            child = os.fork()
+            if child == 0:
+                optimizer.step()
+                os._exit(0)
+        descriptor = os.pidfd_open(child)
+        try:
+            assert select.select([descriptor], [], [], 20)[0]
+        finally:
+            os.close(descriptor)
+            os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == 0
+        gate.open.set()
+        handle.wait()
 
 
 def test_a_thread_that_has_ended_is_waited_for_no_longer(tmp_path: Path, gate: Gate) -> None:

@@ -79,7 +79,8 @@ class Copy:
     It has *ended* when nothing at the host is left to be copied, and all that GPUs are to do was enqueued; it is *judged* when it
     was found out whether anything changed meanwhile, and *confirmed* when that is known and all bytes are there. Torch counts a
     version after the kernel that writes has ended, or was launched, so the counters are looked at only once the thread that saved
-    cannot be inside of such a call any more: when it comes here, or has gone on to another instruction of its program.
+    cannot be inside of such a call any more: when it comes here, has gone on to another instruction of its program, or
+    waits for something (`_GoneOn`).
 
     Args:
         table, pointers: what is copied at the host, None if nothing; the rest of the slot is left alone.
@@ -286,7 +287,7 @@ def _whereabouts(thread: int) -> tuple[object, int] | None:
 
 _lock = threading.Lock()
 _active: list[Copy] = []
-_queue: tuple[int, queue.SimpleQueue[Copy]] | None = None
+_queue: queue.SimpleQueue[Copy] | None = None
 _hooked = False
 
 
@@ -336,11 +337,21 @@ def _copiers() -> queue.SimpleQueue[Copy]:
     """The queue of the process's own copying thread."""
     global _queue
     with _lock:
-        if _queue is None or _queue[0] != os.getpid():
+        if _queue is None:
             tasks: queue.SimpleQueue[Copy] = queue.SimpleQueue()
             threading.Thread(target=_work, args=(tasks,), name="tierckpt-copy", daemon=True).start()
-            _queue = os.getpid(), tasks
-        return _queue[1]
+            _queue = tasks
+        return _queue
+
+
+def _forked() -> None:
+    """A child has none of the copies, nor of the threads, and may have been forked while somebody held the lock."""
+    global _lock, _queue
+    _lock, _queue = threading.Lock(), None
+    _active.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _work(tasks: queue.SimpleQueue[Copy]) -> None:
