@@ -46,6 +46,11 @@ def available(own: Path = _SELF, meminfo: Path = _MEMINFO) -> int:
     return min(found, default=memory(own))
 
 
+def has_room(nbytes: int, margin: int, taken: int = 0) -> bool:
+    """Whether so many bytes are to be had beside ``taken`` others, and ``margin`` more, or as many again if that is less."""
+    return nbytes + min(nbytes, margin) <= available() - taken
+
+
 def _limits(own: Path) -> Iterator[tuple[int, Path, _Files]]:
     """Each limit, the folder of the group that has it, and what its files are called."""
     for folder, files in _groups(own):

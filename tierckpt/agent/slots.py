@@ -66,9 +66,9 @@ class Memory:
         wanted = capacity(size)
         if self.held + wanted > self.budget:
             return f"the budget of the agent is {self.budget:,} (Ram(budget=…))"
-        free = machine.available() - self._making
-        if wanted + min(wanted, MEMORY_MARGIN) > free:
-            return f"{max(0, free):,} are free in the memory that this machine, or the job's control group, allows"
+        if not machine.has_room(wanted, MEMORY_MARGIN, self._making):
+            free = max(0, machine.available() - self._making)
+            return f"{free:,} are free in the memory that this machine, or the job's control group, allows"
         return ""
 
     def make(self, size: int) -> Slot:

@@ -112,7 +112,7 @@ class Arena:
         """Whether another slot can be made without anybody being killed for it, where memory is short."""
         makes_room = self._free and self._held + len(self._free) >= self.slots
         freed = self._free[0].nbytes if makes_room else 0
-        return capacity + min(capacity, MEMORY_MARGIN) <= machine.available() + freed
+        return machine.has_room(capacity, MEMORY_MARGIN, -freed)
 
     @property
     def held(self) -> int:
