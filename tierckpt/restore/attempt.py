@@ -27,6 +27,7 @@ from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor
 from tierckpt.state.naming import readable
 from tierckpt.state.nodes import merge
+from tierckpt.state.rows import host
 from tierckpt.state.spelling import dotted
 from tierckpt.state.tree import Saved, Target, unexpected_problems
 from tierckpt.state.view import Part, View
@@ -481,7 +482,7 @@ def _torn(cluster: Sequence[tuple[str, Destination]]) -> list[str]:
 def _arrived(place: Destination) -> bool:
     """Whether the destination holds, bit for bit, what was read for it."""
     assert place.target is not None
-    found = place.target.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    found = host(place.target).reshape(-1).view(torch.uint8)
     return torch.equal(found, place.memory.to(place.target.dtype).contiguous().reshape(-1).view(torch.uint8))
 
 

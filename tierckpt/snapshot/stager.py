@@ -124,10 +124,10 @@ class Stager:
         places = {place for place in self._jobs for each in late if self._enqueue(place, memory, each)}
         self._jobs.hold(places)
         if source is not None and memory is not None:
-            into = memoryview(memory)[: source.size]
             if self._split is None:
-                source.table.gather(source.pointers, 0, source.size, into, COPY_THREADS)
+                source.stage(memory)
             else:
+                into = memoryview(memory)[: source.size]
                 for part in self._split.parts:
                     if part.place == HOST and part.late in late:
                         pointers = part.pointers(source.pointers)

@@ -25,6 +25,7 @@ from tierckpt.state.description import Description, local_description, read
 from tierckpt.state.devices import HOST
 from tierckpt.state.layout import Described
 from tierckpt.state.rows import LocalRows, Part, Places, Wanted, parts
+from tierckpt.telling import ranks as in_words
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -171,8 +172,7 @@ class _Composer:
         return found
 
     def _ranks(self, rows: Iterable[tuple[int, int]]) -> str:
-        spans = ranges(sorted(chain.from_iterable(self.groups[g] for g, _ in rows)))
-        return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+        return in_words(sorted(chain.from_iterable(self.groups[g] for g, _ in rows)))
 
     def _differ(self, name: str, held: list[tuple[int, int]]) -> bool:
         """Whether groups disagree on dtype or shape: a problem."""
@@ -228,14 +228,10 @@ class _Composer:
                 pieces.setdefault(box, []).extend(self.groups[g])
         # A rank that gave the same box twice counts once.
         offered = [(box, sorted(set(ranks))) for box, ranks in sorted(pieces.items())]
-        wrong = tiles(shape, [box for box, _ in offered], lambda p: f"ranks {_text(offered[p][1])}")
+        wrong = tiles(shape, [box for box, _ in offered], lambda p: f"ranks {in_words(offered[p][1])}")
         if wrong is not None:
             self.problems.append(f"{name}: {wrong}; held by ranks {self._ranks(held)}")
         self._offered.append(offered)
-
-
-def _text(ranks: Sequence[int]) -> str:
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges(ranks))
 
 
 def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut | str:
@@ -251,8 +247,8 @@ def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut |
         spanned = set(cut.mesh)
         if not spanned <= ranks:
             return (
-                f"it is cut over ranks {_text(sorted(spanned))}, but of these ranks "
-                f"{_text(sorted(spanned - ranks))} do not hold it, or not cut like that"
+                f"it is cut over ranks {in_words(sorted(spanned))}, but of these ranks "
+                f"{in_words(sorted(spanned - ranks))} do not hold it, or not cut like that"
             )
         if cut.order:
             stacks.setdefault((cut.mesh.shape, cut.placements, cut.order), []).append(cut)

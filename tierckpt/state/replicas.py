@@ -24,12 +24,12 @@ from tierckpt.format.boxes import Box
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
-from tierckpt.format.layout_plan import ranges
 from tierckpt.state.description import Description
 from tierckpt.state.devices import HOST, can_fingerprint
 from tierckpt.state.layout import Described
 from tierckpt.state.naming import readable
 from tierckpt.state.rows import LocalRows, Part, Places, Wanted, parts
+from tierckpt.telling import ranks as in_words
 
 if TYPE_CHECKING:
     from tierckpt.group import Group
@@ -136,13 +136,14 @@ class Sample:
         for i, part in enumerate(self._selection.parts):
             if part.place != place or part.late != late or i not in self._pointers:
                 continue
-            pointers = self._pointers.pop(i)
+            pointers = self._pointers[i]
             any_of = True
             if place == HOST:
                 self._put(part, _native.fingerprints(part.table, pointers))
             else:
                 assert jobs is not None
                 self._coming.append((part, jobs.fingerprint(place, part.table, pointers)))
+            del self._pointers[i]  # not before: an interrupt must not leave it untaken
         return any_of
 
     def _put(self, part: Part, prints: bytes) -> None:
@@ -334,9 +335,7 @@ def _line(name: str, ranks: Sequence[int], digests: Sequence[str | None]) -> lis
         groups.setdefault(digest, []).append(rank)
     if len(groups) == 1:
         return []
-    told = " | ".join(
-        ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges(members)) for members in groups.values()
-    )
+    told = " | ".join(map(in_words, groups.values()))
     return [f"{readable(name)}: ranks {told} hold different replicas"]
 
 
