@@ -4,7 +4,7 @@
 
 Memory is the proportional set size (what several processes map is shared out among them), and of it what is the process's own
 and anonymous. The chain of a store has a link for each checkpoint, of which each process that commits keeps a summary: that part
-grows with the checkpoints on the disk (``--every``), by less than 1 kB for each.
+grows with the checkpoints on the disk (``--every``), by about 1.5 kB for each.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.agents import gone
 from tests.harness import RankError, RankTimeoutError, run_ranks, spawn
 
 
@@ -84,13 +85,6 @@ def _hangs(rank: int, folder: str) -> None:
         threading.Event().wait()
 
 
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_a_hang_is_killed_with_its_children_and_shows_where_it_hung(tmp_path: Path) -> None:
     begun = time.monotonic()
     hung, fine = spawn(_hangs, 2, str(tmp_path), timeout=2)
@@ -99,11 +93,7 @@ def test_a_hang_is_killed_with_its_children_and_shows_where_it_hung(tmp_path: Pa
     assert fine.ok
     for rank in range(2):
         for pid in (tmp_path / str(rank)).read_text().split():
-            for _ in range(200):
-                if _gone(int(pid)):
-                    break
-                time.sleep(0.01)
-            assert _gone(int(pid))
+            assert gone(int(pid), 2.0)
 
 
 def _threads_of_the_server(rank: int) -> int:
