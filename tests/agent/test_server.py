@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -236,12 +235,6 @@ def test_a_dead_agent_is_noticed_and_replaced(client: Client) -> None:
     assert client.epoch == 2
 
 
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def stop(pid: int) -> None:
     """Until all threads of a process stand still: the signal alone comes when it comes."""
     os.kill(pid, signal.SIGSTOP)
@@ -257,10 +250,10 @@ def test_an_agent_that_dies_under_a_request_is_told(client: Client) -> None:
         asking = pool.submit(take, client)
 
         def waits_for_an_answer() -> bool:
-            """Whether a thread is in the protocol, waiting: a process that is stopped sends nothing."""
-            return any(
-                frame.f_code is Channel.waits.__code__ for top in sys._current_frames().values() for frame in stack(top)
-            )
+            """Whether a thread has sent its request, and waits: a process that is stopped sends nothing."""
+            waits, conversing = Channel.waits.__code__, Client._converse.__code__
+            callers = [top.f_back for top in sys._current_frames().values() if top.f_code is waits]
+            return any(caller is not None and caller.f_code is conversing for caller in callers)
 
         until(waits_for_an_answer)
         kill(pid)
