@@ -145,7 +145,10 @@ Device::Block Device::take(size_t nbytes) {
   void* host = nullptr;
   driver_->check(driver_->MemHostAlloc(&host, wanted, kPortableMapped), "cuMemHostAlloc");
   block.host = static_cast<char*>(host);
-  driver_->check(driver_->MemHostGetDevicePointer(&block.device, host, 0), "cuMemHostGetDevicePointer");
+  if (const int code = driver_->MemHostGetDevicePointer(&block.device, host, 0)) {
+    driver_->MemFreeHost(host);
+    driver_->check(code, "cuMemHostGetDevicePointer");
+  }
   return block;
 }
 
@@ -192,9 +195,7 @@ Job::Job(std::shared_ptr<Device> device, uint64_t stream) : device_(std::move(de
 Job::~Job() {
   if (pid_ != getpid()) return;  // a forked child has no GPU
   try {
-    // What failed may still be under way.
-    mark();
-    wait();
+    settle();
   } catch (const CudaError&) {
     // Nothing runs any more after an error of the GPU; whoever waited was told.
   }
@@ -210,6 +211,7 @@ void Job::launch(CuFunction kernel, unsigned threads, const std::vector<Task>& t
   const size_t nbytes = tasks.size() * sizeof(Task);
   const Device::Block block = device_->take(nbytes);
   blocks_.push_back(block);
+  loose_ = true;
   std::memcpy(block.host, tasks.data(), nbytes);
   CuAddress address = block.device;
   uint32_t count = static_cast<uint32_t>(tasks.size());
@@ -231,6 +233,7 @@ void Job::gather(const Table& table, const char* pointers, const Buffer& to) {
   CuAddress base = 0;
   d.check(d.MemHostGetDevicePointer(&base, to.address(), 0), "cuMemHostGetDevicePointer");
   char* memory = static_cast<char*>(to.address());
+  loose_ = true;
   std::vector<Task> tasks;
   for (const Box& box : table.boxes()) {
     const uint64_t from = pointer(pointers, box.index);
@@ -267,6 +270,7 @@ void Job::mark() {
   const Device::Current current(*device_);
   device_->driver_->check(device_->driver_->EventRecord(event_, device_->stream_), "cuEventRecord");
   marked_ = true;
+  loose_ = false;
   marked_prints_ = prints_.size();
 }
 
@@ -307,6 +311,22 @@ void Job::wait() {
         prints.sums[row].b += partial->b;
       }
   }
+}
+
+void Job::settle() {
+  bool loose = false;
+  {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (!loose_ && !marked_) return;
+    loose = loose_;
+  }
+  const Device::Current current(*device_);
+  const Driver& d = *device_->driver_;
+  // An event may be what the driver refuses: then for the stream itself, and so for other saves as well.
+  if (loose)
+    d.check(d.StreamSynchronize(device_->stream_), "cuStreamSynchronize");
+  else
+    d.check(d.EventSynchronize(event_), "cuEventSynchronize");
 }
 
 std::vector<Sums> Job::sums(size_t number) const {

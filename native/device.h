@@ -95,6 +95,9 @@ class Job {
   void hold(uint64_t stream);
   // Returns when that is done. Throws CudaError.
   void wait();
+  // Returns when nothing is written or read any more, also of what a call that failed has enqueued. Throws
+  // CudaError if the GPU has failed: then nothing runs on it.
+  void settle();
 
   // After `wait`: for each entry of the table the fingerprint of its box.
   std::vector<Sums> sums(size_t number) const;
@@ -114,6 +117,7 @@ class Job {
   std::mutex lock_;
   CuEvent event_ = nullptr;
   bool marked_ = false;
+  bool loose_ = false;  // whether there may be work behind the last mark
   size_t marked_prints_ = 0;
   std::vector<Device::Block> blocks_;
   std::vector<Prints> prints_;

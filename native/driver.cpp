@@ -26,6 +26,7 @@ Driver::Driver(const std::string& path) {
   find(library, "cuCtxPopCurrent_v2", &CtxPopCurrent);
   find(library, "cuCtxGetStreamPriorityRange", &CtxGetStreamPriorityRange);
   find(library, "cuStreamCreateWithPriority", &StreamCreateWithPriority);
+  find(library, "cuStreamSynchronize", &StreamSynchronize);
   find(library, "cuStreamWaitEvent", &StreamWaitEvent);
   find(library, "cuStreamIsCapturing", &StreamIsCapturing);
   find(library, "cuThreadExchangeStreamCaptureMode", &ThreadExchangeStreamCaptureMode);
@@ -35,6 +36,7 @@ Driver::Driver(const std::string& path) {
   find(library, "cuMemHostRegister_v2", &MemHostRegister);
   find(library, "cuMemHostUnregister", &MemHostUnregister);
   find(library, "cuMemHostAlloc", &MemHostAlloc);
+  find(library, "cuMemFreeHost", &MemFreeHost);
   find(library, "cuMemHostGetDevicePointer_v2", &MemHostGetDevicePointer);
   find(library, "cuMemcpyDtoHAsync_v2", &MemcpyDtoHAsync);
   find(library, "cuModuleLoadData", &ModuleLoadData);

@@ -40,6 +40,7 @@ class Driver {
   int (*CtxPopCurrent)(CuContext*);
   int (*CtxGetStreamPriorityRange)(int*, int*);
   int (*StreamCreateWithPriority)(CuStream*, unsigned, int);
+  int (*StreamSynchronize)(CuStream);
   int (*StreamWaitEvent)(CuStream, CuEvent, unsigned);
   int (*StreamIsCapturing)(CuStream, int*);
   int (*ThreadExchangeStreamCaptureMode)(int*);
@@ -49,6 +50,7 @@ class Driver {
   int (*MemHostRegister)(void*, size_t, unsigned);
   int (*MemHostUnregister)(void*);
   int (*MemHostAlloc)(void**, size_t, unsigned);
+  int (*MemFreeHost)(void*);
   int (*MemHostGetDevicePointer)(CuAddress*, void*, unsigned);
   int (*MemcpyDtoHAsync)(void*, CuAddress, size_t, CuStream);
   int (*ModuleLoadData)(CuModule*, const void*);

@@ -317,6 +317,8 @@ PYBIND11_MODULE(_native, m) {
       .def("hold", &Job::hold, "stream"_a, py::call_guard<py::gil_scoped_release>(),
            "What is enqueued on `stream` from now on comes after that.")
       .def("wait", &Job::wait, py::call_guard<py::gil_scoped_release>(), "Return when that is done.")
+      .def("settle", &Job::settle, py::call_guard<py::gil_scoped_release>(),
+           "Return when nothing is written or read any more, marked or not.")
       .def(
           "sums", [](const Job& job, size_t number) { return sums_bytes(job.sums(number)); }, "number"_a,
           "After `wait`: 16 bytes for each entry of the table.");

@@ -332,6 +332,9 @@ class DeviceJob:
     def wait(self) -> None:
         """Return when that is done."""
 
+    def settle(self) -> None:
+        """Return when nothing is written or read any more, marked or not."""
+
     def sums(self, number: int) -> bytes:
         """After `wait`: for each box of the table the 16 bytes that `fingerprints` gives for the same bytes.
 

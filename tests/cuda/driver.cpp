@@ -217,6 +217,16 @@ API int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   });
   return 0;
 }
+API int cuStreamSynchronize(void* handle) {
+  if (const int code = needs_context()) return code;
+  Stream* on = stream_of(handle);
+  {
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait(guard, [&] { return on->work.empty() && !on->running; });
+  }
+  ENTER("cuStreamSynchronize");
+  return 0;
+}
 API int cuEventSynchronize(void* handle) {
   if (const int code = needs_context()) return code;
   Event* event = static_cast<Event*>(handle);
@@ -248,6 +258,14 @@ API int cuMemHostAlloc(void** address, size_t size, unsigned flags) {
   const std::lock_guard<std::mutex> guard(lock);
   pinned.emplace(reinterpret_cast<uintptr_t>(*address), size);
   return 0;
+}
+API int cuMemFreeHost(void* address) {
+  {
+    const std::lock_guard<std::mutex> guard(lock);
+    if (pinned.erase(reinterpret_cast<uintptr_t>(address)) == 0) return kInvalidValue;
+  }
+  std::free(address);
+  return needs_context();
 }
 API int cuMemHostGetDevicePointer_v2(uint64_t* device, void* host, unsigned) {
   ENTER("cuMemHostGetDevicePointer");

@@ -19,6 +19,7 @@ from tests.harness import run_ranks
 from tierckpt import Checkpointer, Handle, TornSnapshotError
 from tierckpt.errors import DeviceError, StateError
 from tierckpt.snapshot import device as device_module
+from tierckpt.snapshot import fence
 from tierckpt.snapshot.stager import Stager
 
 
@@ -196,6 +197,37 @@ def test_a_call_that_fails_is_an_error_of_that_save_only(tmp_path: Path, gpu: Gp
     assert tierckpt.steps(tmp_path / "s") == [*range(1 if after else 0), *([10] if error is None else []), 11]
     for step, values in expected.items():
         assert same(tmp_path / "s", step, values)
+
+
+def test_memory_is_given_back_when_nothing_writes_to_it_whatever_the_driver_refused(
+    tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are under way when the mark behind them is refused."""
+    _, _, state = training(gpu)
+    ckpt = Checkpointer(tmp_path / "s", agent="off")
+    ckpt.save(0, state).wait()
+    gpu.open_gate(gpu.copies, False)
+    wrote: list[bool] = []
+    settle, conclude = device_module.Jobs.settle, fence.Copy._conclude
+
+    def settles(jobs: device_module.Jobs) -> None:
+        gpu.open_gate(gpu.copies)
+        settle(jobs)
+
+    def concludes(copy: fence.Copy) -> None:
+        wrote.append(gpu.busy(gpu.copies))
+        conclude(copy)
+
+    monkeypatch.setattr(device_module.Jobs, "settle", settles)
+    monkeypatch.setattr(fence.Copy, "_conclude", concludes)
+    gpu.fail("cuEventRecord", 1)  # the first one is for what training has enqueued
+    handle = ckpt.save(1, state)
+    handle._ended.wait(30)
+    gpu.fail("cuEventRecord", code=0)
+    assert isinstance(handle.error, DeviceError)
+    with pytest.warns(RuntimeWarning, match="cuEventRecord"):
+        ckpt.close()
+    assert wrote and not any(wrote)
 
 
 def test_a_gpu_that_has_failed_stops_no_step_and_no_end(tmp_path: Path, gpu: Gpu) -> None:

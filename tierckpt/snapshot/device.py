@@ -73,11 +73,10 @@ class Jobs:
 
     def settle(self) -> None:
         """After something went wrong: return when nothing is written any more. Never raises a `DeviceError`."""
-        for place in self._jobs:
+        for place, job in self._jobs.items():
             try:
-                self.mark(place)
-                self._jobs[place].wait()
-            except (DeviceError, _native.CudaError) as error:
+                job.settle()
+            except _native.CudaError as error:
                 _log.debug("nothing runs on device %d any more: %s", place, error)
 
 

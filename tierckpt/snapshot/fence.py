@@ -189,10 +189,7 @@ class Copy:
         """Wait until it has ended and the thread that saved has gone on, then look whether it is torn."""
         while not self._ended.wait(_LOOK_SECONDS):
             self._look_for_end()  # whoever did the last task may have been interrupted before it said so
-        try:
-            self._jobs.wait()
-        except Exception as error:
-            self._error = self._error or error
+        self._finish_jobs()
         if not self._judged.is_set():
             gone_on = _GoneOn(self._saver, self._saver_native)
             while not self._judged.is_set() and not gone_on:
@@ -237,11 +234,17 @@ class Copy:
         self.help()
         if self._pid != os.getpid():
             return
+        self._finish_jobs()
+        self._conclude()
+
+    def _finish_jobs(self) -> None:
+        """Until GPUs write nothing any more."""
         try:
             self._jobs.wait()
         except Exception as error:
             self._error = self._error or error
-        self._conclude()
+        if self._error is not None:
+            self._jobs.settle()  # what was enqueued before a call failed may be under way
 
 
 class _GoneOn:
