@@ -374,7 +374,7 @@ class Checkpointer:
         must_tell = alone
         try:
             try:
-                planned = self._planner.plan(state, f"the save of step {step}", mine)
+                planned = self._planner.plan(state, f"the save of step {step}", mine, self._count)
             except TierckptError as error:
                 if _FAILED_BEFORE in str(error):
                     raise _Raised(error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.harness import run_ranks
 from tierckpt import ArenaFullError, Checkpointer, Disk, LayoutError, PerRank, Pieces, Ram, StateError, StepExistsError
 from tierckpt.group import Group
 from tierckpt.snapshot.arena import Arena
+from tierckpt.state import planner
 
 
 def _equal(found: Any, state: dict[str, Any]) -> bool:
@@ -285,6 +287,116 @@ def _refused_call(rank: int, root: str, agent: str, wrong: int) -> list[str]:
 @pytest.mark.parametrize(("wrong", "kind"), [(-1, "StateError"), (1, "StepExistsError")])
 def test_a_call_that_one_rank_makes_wrongly(tmp_path: Path, agent: str, wrong: int, kind: str) -> None:
     assert run_ranks(_refused_call, 2, str(tmp_path / "s"), agent, wrong) == [[kind, "[0, 1, 3, 4]"]] * 2
+
+
+def _one_rank_changes(rank: int, root: str, agent: str) -> tuple[list[int], list[int]]:
+    """Rank 0's structure changes when the other one, which has nothing to write, has made all of its next saves."""
+    settled: list[int] = []
+    original = planner.settle
+
+    def settle(group: Group, what: str, *args: Any) -> Any:
+        settled.append(int(what.rpartition(" ")[2]))
+        return original(group, what, *args)
+
+    planner.settle = settle
+    state: dict[str, Any] = {"w": torch.arange(100.0), "n": 0}
+    # What both hold is written by the lowest rank.
+    with Checkpointer(root, tiers=[Ram(on_full="wait"), Disk()] if agent == "auto" else Disk(), agent=agent) as ckpt:
+        ckpt.save(0, state).wait()
+        handles = []
+        for turn in (1, 0):
+            if rank == turn:
+                for step in range(1, 8):
+                    if rank == 0 and step == 3:
+                        state["own"] = torch.ones(5)
+                    state["w"] += 1
+                    state["n"] = step
+                    handles.append(ckpt.save(step, state))
+            dist.barrier()
+        for step in range(8, 14):
+            state["w"] += 1
+            state["n"] = step
+            handles.append(ckpt.save(step, state))
+            handles[-1].wait()
+        for handle in handles:
+            handle.wait()
+    for step in range(14):
+        found = tierckpt.read(root, step=step)
+        assert found["n"] == step and torch.equal(found["w"], torch.arange(100.0) + step)
+        assert ("own" in found) is (step >= 3)
+    return tierckpt.steps(root), settled
+
+
+@pytest.mark.parametrize("agent", ["off", "auto"])
+def test_ranks_follow_a_new_plan_from_the_same_save_on(tmp_path: Path, agent: str) -> None:
+    """Of two plans either may say that the other rank has a tensor: half of each is none."""
+    steps, settled = run_ranks(_one_rank_changes, 2, str(tmp_path / "s"), agent)[0]
+    assert steps == list(range(14))
+    # Rank 1 had made 8 calls of save when the ranks settled first.
+    assert settled == list(range(3, 8))
+
+
+_FLIPS = 20
+
+
+def _flipping(rank: int, root: str, agent: str, seed: int) -> list[int]:
+    """Structures change and change back, on all ranks or on some, which are ahead of each other."""
+    mine, common = random.Random(f"{seed} {rank}"), random.Random(seed)
+    state: dict[str, Any] = {"w": torch.zeros(100), "large": torch.zeros(1_500_000), "text": "x" * 50}
+    state |= {f"s{i}": torch.zeros(1000 + i) for i in range(20)}
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    held: dict[int, float | None] = {}
+    with Checkpointer(root, tiers=[Ram(on_full="wait"), Disk()] if agent == "auto" else Disk(), agent=agent) as ckpt:
+        handles = []
+        for step in range(_FLIPS):
+            for random_, name in ((mine, f"own{rank}"), (common, "common")):
+                chance = random_.random()
+                if chance < 0.15:
+                    state[name] = torch.full((5 + rank if random_ is mine else 5,), float(step))
+                elif chance < 0.3:
+                    state.pop(name, None)
+            for tensor in tensors:
+                tensor += 1
+            held[step] = float(state[f"own{rank}"][0]) if f"own{rank}" in state else None
+            handles.append(ckpt.save(step, state))
+            if mine.random() < 0.15:
+                handles[-1].wait()
+        for handle in handles:
+            handle.wait()
+    for step in range(_FLIPS):
+        found = tierckpt.read(root, step=step)
+        assert all((found[name] == step + 1).all() for name in ("w", "large", *[f"s{i}" for i in range(20)]))
+        own = found.get(f"own{rank}")
+        assert held[step] == (None if own is None else float(own[0]))
+    return tierckpt.steps(root)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("agent", ["off", "auto"])
+def test_structures_that_change_and_change_back_lose_no_save(tmp_path: Path, agent: str, seed: int) -> None:
+    assert run_ranks(_flipping, 3, str(tmp_path / "s"), agent, seed) == [list(range(_FLIPS))] * 3
+
+
+def _outgrown(rank: int, root: str) -> list[int]:
+    """The large values of all ranks were rank 0's to write, until it alone had others."""
+    state: dict[str, Any] = {"w": torch.arange(100.0), "v": torch.arange(70.0), "text": "x" * 1_000_000, "n": 0}
+    with Checkpointer(root, tiers=[Ram(slots=2, on_full="wait"), Disk()], timeout=30) as ckpt:
+        ckpt.save(0, state).wait()
+        handles = []
+        for step in range(1, 8):
+            if rank == 0 and step == 3:
+                state["own"] = torch.ones(5)
+            state["n"] = step
+            handles.append(ckpt.save(step, state))
+        for handle in handles:
+            handle.wait()
+    assert all(tierckpt.read(root, step=step)["text"] == state["text"] for step in range(8))
+    return tierckpt.steps(root)
+
+
+def test_a_part_that_outgrows_its_slot_waits_for_no_other(tmp_path: Path) -> None:
+    """The others are free once this very step is sealed."""
+    assert run_ranks(_outgrown, 2, str(tmp_path / "s")) == [list(range(8))] * 2
 
 
 def _drifting(rank: int, root: str) -> list[int]:

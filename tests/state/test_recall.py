@@ -795,7 +795,7 @@ def test_planner() -> None:
     fresh = Planner(Group(None, timeout=10))
 
     def prepared(planner: Planner) -> tuple[Prepared, bool]:
-        planned = planner.plan(world.state(), "the save", lambda: b"")
+        planned = planner.plan(world.state(), "the save", lambda: b"", 1)
         return planner.prepared(planned), planned.taken.found is not None
 
     def contents(found: Prepared) -> bytes:
@@ -946,11 +946,11 @@ def _replicas(rank: int) -> None:
         return planned.replicas.compare(group, "the save", planned.sample, [json.loads(each) for each in told])
 
     for number in range(3):
-        planned = planner.plan(dict(state), "the save", lambda: b"")
+        planned = planner.plan(dict(state), "the save", lambda: b"", 1)
         assert disagreements(planned) == []
         assert (planned.taken.found is not None) == (number > 0)
     net.running_mean = torch.full((3,), float(rank))
-    planned = planner.plan(dict(state), "the save", lambda: b"")
+    planned = planner.plan(dict(state), "the save", lambda: b"", 1)
     assert planned.taken.found is not None
     assert ["running_mean" in line for line in disagreements(planned)] == [True]
     assert array("Q", planned.taken.found.addresses)

@@ -41,6 +41,9 @@ class OwnMemory:
         """A slot, once one is free."""
         return self._arena.acquire(size, self._timeout)
 
+    def larger(self, size: int) -> None:
+        """This process keeps it."""
+
     def seal(self, slot: object, shard: object) -> None:
         """Nobody else knows of it."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from tierckpt import config
-from tierckpt.agent.client import AgentSilentError, Client, Joining
+from tierckpt.agent.client import AgentLostError, AgentSilentError, Client, Joining
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job
 from tierckpt.agent.sealing import Sealing
@@ -14,6 +16,8 @@ from tierckpt.group import Group
 from tierckpt.snapshot.arena import Arena, Slot
 from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
 from tierckpt.telling import warn
+
+_log = logging.getLogger("tierckpt")
 
 
 class RamTier:
@@ -189,6 +193,15 @@ class AgentMemory:
             self._tier.warn_of_room(error)
             return self._tier.acquire_here(size, "the agent has no room for it", must=self._must)
 
+    def larger(self, size: int) -> RemoteSlot | None:
+        """A slot of the agent, if one is free; else what this step has become stays in this process."""
+        try:
+            return self._tier.arena.acquire(size, 0.0)
+        except (ArenaFullError, AgentLostError) as error:
+            _log.debug("step %d stays in its trainer: %s", self._step, error)
+            self._here = True
+            return None
+
     def seal(self, slot: Slot | RemoteSlot | None, shard: Shard) -> None:
         """From then on this process may die.
 
@@ -196,7 +209,7 @@ class AgentMemory:
             AgentSilentError: it does not answer, or did not when memory was asked for.
             AgentLostError: the agent died; the next save goes on with a new one.
         """
-        if isinstance(slot, Slot):
+        if self._here or isinstance(slot, Slot):
             raise AgentSilentError(f"step {self._step} is in the memory of its trainer")
         self._tier.arena.seal(self._step, slot, shard, due=self._due, pinned=self._pinned)
 

@@ -21,7 +21,7 @@ from tierckpt.snapshot.stager import LiveSource, SlotSource, Stager
 from tierckpt.state.layout import local
 from tierckpt.state.plan import Split, WritePlan
 from tierckpt.state.planner import Planned, Planner, Prepared, Taken
-from tierckpt.state.settle import Offer, Recut, encode_values, offer, settle, settled
+from tierckpt.state.settle import Offer, Recut, encode_values, offer, settled
 
 if TYPE_CHECKING:
     from tierckpt.group import Group
@@ -39,6 +39,9 @@ class Memory(Protocol):
 
     def acquire(self, size: int) -> AnySlot:
         """A slot of at least so many bytes."""
+
+    def larger(self, size: int) -> AnySlot | None:
+        """Another one, for what has outgrown its slot; None if none is free, so that this process keeps it."""
 
     def seal(self, slot: AnySlot | None, shard: Shard) -> None:
         """The shard is complete in its slot; None: this rank writes nothing."""
@@ -171,9 +174,8 @@ class Staging:
         offers = [Offer(layout, description) for layout, description, *_ in said]
         failed = any(failed for *_, failed in said)
         if not settled(offers):
-            found = settle(ranks, what, offers, self._description, self._planner.known)
-            # Whatever becomes of this save, the next one follows what all ranks hold now.
-            self._planner.adopt(self._description, found)
+            # Whatever becomes of this save, later ones follow what all ranks hold now.
+            found = self._planner.settle(ranks, what, offers, self._description)
             if isinstance(found.layout, LayoutError):
                 raise found.layout
             if not failed:
@@ -209,12 +211,15 @@ class Staging:
         return made[0]
 
     def _put_back(self, source: LiveSource) -> SlotSource:
-        """A shard that was cut out of the slot, in that slot again. Ranks may be ahead and have filled all others."""
+        """A shard that was cut out of the slot, in that slot again or in a larger one. Nobody waits for that: ranks may be
+        ahead and have filled all others, which are free once this step is sealed."""
         assert self._memory is not None
         between = _native.Buffer(source.size)
         whole = source.stage(between)
         if self._slot is None or len(self._slot.buffer) < source.size:
-            larger = self._memory.acquire(source.size)
+            larger = self._memory.larger(source.size)
+            if larger is None:
+                return whole
             if self._slot is not None:
                 self._slot.release()
             self._slot = larger

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -26,7 +27,7 @@ from tierckpt.state.plan import Split, WritePlan, compose_read, local_descriptio
 from tierckpt.state.recall import Recall, Recalled
 from tierckpt.state.replicas import Replicas, Sample
 from tierckpt.state.rows import Places
-from tierckpt.state.settle import Settlement, encode_values, own_layout
+from tierckpt.state.settle import Offer, Settlement, encode_values, own_layout, settle
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -114,14 +115,18 @@ class Planner:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._describer = Describer(group.global_ranks)
-        # What this rank's description was when the layout was agreed on.
-        self._digest = b""
+        # The digests of all ranks' descriptions when the layout was agreed on.
+        self._key: tuple[bytes, ...] = ()
         self._layout: Layout | None = None
-        self._next: tuple[bytes, Layout, Descriptions] | None = None
-        #: The layouts that the ranks agreed on last, by their hashes.
-        self.known: dict[str, Layout] = {}
+        self._lock = threading.Lock()
+        # What is agreed on for later calls, in the order in which it was; the last call planned; whether the ranks are just
+        # finding out what comes next.
+        self._following: list[Settlement] = []
+        self._call = 0
+        self._is_settling = False
+        # The layouts that the ranks agreed on last, by their hashes.
+        self._known: dict[str, Layout] = {}
         self._replicas: Replicas | None = None
-        self._turn = 0
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
         self._storages: set[str] = set()
@@ -137,31 +142,35 @@ class Planner:
         """Plan ahead; bytes of this rank's shard. Collective."""
         return self.prepared(self._together(state, "planning", lambda: b"")).plan.size
 
-    def plan(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
+    def plan(self, state: Any, what: str, mine: Callable[[], bytes], call: int) -> Planned:
         """Take ``state`` apart and plan how it is written; ``mine`` is this rank's word in the vote.
 
-        Collective the first time, then not.
+        Collective the first time, then not. ``call`` is the number of the call of save: all ranks make the same ones, not
+        all of which come here.
 
         Raises, on all ranks if it is collective:
             StateError, LayoutError: the state cannot be saved.
             Whatever ``mine`` raises.
         """
-        adopted, self._next = self._next, None
-        if adopted is not None:
-            self._agreed(*adopted)
-        # All ranks count alike, whatever becomes of a save.
-        self._turn += 1
+        with self._lock:
+            self._call = call
+            due = [each for each in self._following if each.since <= call]
+            del self._following[: len(due)]
+            alone = self._is_settling
+        if due:
+            self._agreed(due[-1].key, due[-1].following, due[-1].said)
         if self._layout is None:
             return self._together(state, what, mine)
         with paused_collector():
             said = mine()
             taken = self._take_apart(state)
-        same = taken.said.digest == self._digest
-        return self._planned([said], self._layout, taken) if same else Planned([said], None, None, None, taken)
+        if alone or taken.said.digest != self._key[self._group.rank]:
+            return Planned([said], None, None, None, taken)
+        return self._planned([said], self._layout, taken)
 
     def _planned(self, told: list[bytes], layout: Layout | None, taken: Taken) -> Planned:
         assert self._replicas is not None
-        sample = self._replicas.sample(self._turn, taken)
+        sample = self._replicas.sample(self._call, taken)
         return Planned(told, layout, self._replicas, sample, taken)
 
     @property
@@ -169,14 +178,34 @@ class Planner:
         """Whether the next `plan` is not collective."""
         return self._layout is not None
 
-    def adopt(self, description: bytes, settlement: Settlement) -> None:
-        """From the next save on, follow what all ranks have agreed on; ``description`` is this rank's. From any thread."""
-        self._know(settlement.following)
-        self._next = derive("description", description), settlement.following, settlement.said
+    def settle(self, ranks: Group, what: str, offers: Sequence[Offer], description: bytes) -> Settlement:
+        """Make one checkpoint of what the ranks have staged, and follow later what they hold now. Collective; on ``ranks``, by
+        the one thread that does so.
+
+        Raises, on all ranks:
+            LayoutError: what the ranks hold now does not cover every tensor once.
+        """
+        with self._lock:
+            calls = self._call
+            self._is_settling = True
+        try:
+            for offer in offers:
+                if offer.layout in self._known:
+                    self._know(self._known[offer.layout])
+            found = settle(ranks, what, offers, description, self._known, calls)
+            self._know(found.following)
+            with self._lock:
+                self._following.append(found)
+        finally:
+            with self._lock:
+                self._is_settling = False
+        return found
 
     def _know(self, layout: Layout) -> None:
-        """Other ranks may stage for it before this one does."""
-        self.known = dict([*self.known.items(), (layout.hash, layout)][-_KNOWN:])
+        """Other ranks may stage for it before this one does, or still."""
+        with self._lock:
+            others = [other for other in self._known.values() if other.hash != layout.hash]
+            self._known = {each.hash: each for each in [*others, layout][-_KNOWN:]}
 
     @paused_collector()
     def _together(self, state: Any, what: str, mine: Callable[[], bytes]) -> Planned:
@@ -189,11 +218,13 @@ class Planner:
 
         results = self._group.vote(what, part)
         key = tuple(result[:32] for result in results)
-        self._agreed(key[self._group.rank], *self._compose(what, key, taken[0].said.description))
+        self._agreed(key, *self._compose(what, key, taken[0].said.description))
         return self._planned([result[32:] for result in results], self._layout, taken[0])
 
-    def _agreed(self, digest: bytes, layout: Layout, said: Descriptions) -> None:
-        self._digest, self._layout, self._plan = digest, layout, None
+    def _agreed(self, key: tuple[bytes, ...], layout: Layout, said: Descriptions) -> None:
+        if key == self._key:
+            return
+        self._key, self._layout, self._plan = key, layout, None
         self._know(layout)
         self._replicas = Replicas(layout, self._group.rank, said)
         self._total = _total(layout)

@@ -4,6 +4,10 @@ A save that finds its state as it was planned takes no collective step. A rank w
 optimizer state, say) stages everything that it holds, under a layout of its own, and goes on; whether all ranks staged for
 one layout shows when their drains meet. If not, the layout of this checkpoint is composed of the pieces that were staged,
 each rank cuts its shard anew from its slot, and later saves follow a plan made of the ranks' new descriptions.
+
+What is staged for two layouts that were each agreed on may leave out a piece, of which either says that the other rank has
+it; what is staged for one of them by some, and in full by the others, is whole. So all ranks begin to follow the new plan
+with the same call of ``save``, one that none of them has made when they settle; who makes it before it knows stages in full.
 """
 
 from __future__ import annotations
@@ -61,22 +65,25 @@ def settled(offers: Sequence[Offer]) -> bool:
 
 @dataclass(frozen=True)
 class Settlement:
-    """``layout``: of this checkpoint, or why there is none. ``following``: for later saves. ``said``: what groups of ranks
-    hold now."""
+    """``layout``: of this checkpoint, or why there is none. ``following``: for saves from call ``since`` on. ``said``: what
+    groups of ranks hold now; ``key``: the digest of each rank's description."""
 
     layout: Layout | LayoutError
     following: Layout
+    since: int
     said: list[tuple[Description, list[int]]]
+    key: tuple[bytes, ...]
 
 
 def settle(
-    group: Group, what: str, offers: Sequence[Offer], description: bytes, known: Mapping[str, Layout]
+    group: Group, what: str, offers: Sequence[Offer], description: bytes, known: Mapping[str, Layout], calls: int
 ) -> Settlement:
     """Make one checkpoint of what was offered. Collective.
 
     Args:
         description: this rank's own.
         known: layouts that the ranks have agreed on, by their hashes.
+        calls: how many calls of save this rank has made. In those that it makes until this returns it stages all it holds.
 
     Raises, on all ranks:
         LayoutError: what the ranks hold now does not cover every tensor once.
@@ -86,21 +93,24 @@ def settle(
     for rank, each in enumerate(offers):
         members.setdefault(each.description, []).append(rank)
     speaks = members[offers[group.rank].description][0] == group.rank
-    told = group.exchange(description if speaks else b"")
+    told = group.exchange(calls.to_bytes(_CALLS, "little") + (description if speaks else b""))
+    since = max(int.from_bytes(each[:_CALLS], "little") for each in told) + 1
     found: list[Settlement] = []
 
     def part() -> bytes:
-        said = read_all([told[ranks[0]] for ranks in members.values()], list(members.values()), world)
+        said = read_all([told[ranks[0]][_CALLS:] for ranks in members.values()], list(members.values()), world)
         following = compose_read(said, world)
         layout: Layout | LayoutError = following
         if any(each.layout is not None for each in offers):
             of = {rank: description for description, ranks in said for rank in ranks}
-            staged = [(_offered(rank, of[rank], each, known), [rank]) for rank, each in enumerate(offers)]
+            layouts = {each.layout: known.get(each.layout) for each in offers if each.layout is not None}
+            staged = [(_offered(rank, of[rank], each, layouts), [rank]) for rank, each in enumerate(offers)]
             try:
                 layout = compose_read(staged, world)
             except LayoutError as error:
                 layout = error
-        found.append(Settlement(layout, following, said))
+        key = tuple(bytes.fromhex(each.description) for each in offers)
+        found.append(Settlement(layout, following, since, said, key))
         return (str(layout) if isinstance(layout, LayoutError) else layout.hash + following.hash).encode()
 
     if len(set(group.vote(what, part))) != 1:
@@ -110,10 +120,13 @@ def settle(
     return found[0]
 
 
-def _offered(rank: int, said: Description, offered: Offer, known: Mapping[str, Layout]) -> Description:
-    """A rank's description, with the boxes that it has staged for cuts."""
+_CALLS = 8  # bytes of a number of calls
+
+
+def _offered(rank: int, said: Description, offered: Offer, layouts: Mapping[str, Layout | None]) -> Description:
+    """A rank's description, with the boxes that it has staged for cuts; ``layouts``: what any rank has staged for."""
     if offered.layout is not None:
-        layout = known.get(offered.layout)
+        layout = layouts[offered.layout]
         if layout is None:
             raise LayoutError(f"rank {rank} staged for a layout that is not known here; the next save is planned anew")
         staged: dict[str, list[Box]] = {}
@@ -124,9 +137,13 @@ def _offered(rank: int, said: Description, offered: Offer, known: Mapping[str, L
     for i, cut in enumerate(said.cuts):
         boxes = _held(rank, cut, said.shapes[i])
         # Others may have staged parts of the same boxes: the same parts are offered, so that any of them can be taken.
-        for layout in known.values():
-            number = layout.index(said.names[i])
-            if number is not None and layout.tensor(number)[1:] == (said.dtypes[i], said.shapes[i]):
+        for layout in layouts.values():
+            number = None if layout is None else layout.index(said.names[i])
+            if (
+                layout is not None
+                and number is not None
+                and layout.tensor(number)[1:] == (said.dtypes[i], said.shapes[i])
+            ):
                 boxes = [
                     part
                     for box in boxes
