@@ -548,6 +548,20 @@ def test_what_was_made_for_another_chain_is_forgotten(client: Client, tmp_path: 
     other.close()
 
 
+def test_a_job_on_a_copy_of_the_store_takes_nothing_from_the_original(client: Client, tmp_path: Path) -> None:
+    """A copy has the run and the links of the original, and goes on from where that was."""
+    seal(client, 1, take(client))
+    client.request("complete", step=1, due=False)
+    copy = Client("run", "node", start=False, timeout=20.0)
+    with pytest.raises(StateError, match="another store of the same run, a copy perhaps"):
+        copy.join(joining(tmp_path / "copy", 2))
+    seal(client, 2, take(client))
+    client.request("complete", step=2, due=False)
+    with client.request("held", root=str(tmp_path)) as reply:
+        assert [held["step"] for held in reply.fields["snapshots"]] == [2]  # type: ignore[index,union-attr]
+    copy.close()
+
+
 def test_what_is_read_of_a_forgotten_chain_takes_nothing_from_the_new_one(client: Client, tmp_path: Path) -> None:
     """Both have a generation of the same number; who reads of the old one, or drains it, ends after the new one has begun."""
     seal(client, 1, take(client))

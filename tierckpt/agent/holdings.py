@@ -112,10 +112,12 @@ class Holdings:
     def _forget_other_chains(self, generation: Generation) -> None:
         """What was made for a store that has been removed, replaced or rolled back since counts no more."""
         for other in [one for one in self.generations.values() if not one.same_chain(generation)]:
-            if other.alive:
+            elsewhere = other.root != generation.root
+            if other.alive or (elsewhere and not other.settled):
+                what = "is another store of the same run, a copy perhaps" if elsewhere else "has another chain by now"
                 raise StateError(
-                    f"run {self.run} is being saved on this node to {other.root} as generation {other.number} of another "
-                    f"chain than that of {generation.root}: name the runs differently (run=), or end the other one"
+                    f"run {self.run} is being saved on this node to {other.root}, as generation {other.number}; {generation.root} "
+                    f"{what}: end the other job, or give this one a store of its own"
                 )
             other.fenced = other.settled = True
             for step in other.steps.values():

@@ -228,8 +228,8 @@ class Generation:
         """Raise FencedError if a newer generation has begun."""
         if self.fenced:
             raise FencedError(
-                f"a newer generation of the run has begun on this node; this process, of generation {self.number}, can seal and "
-                "commit nothing any more"
+                f"a newer generation of the run at {self.root} has begun on this node; this process, of generation {self.number}, "
+                "can seal and commit nothing any more. If two jobs save to it, end one, or give it a root of its own"
             )
 
     @property
@@ -238,9 +238,10 @@ class Generation:
         return self.begun[self.number]
 
     def same_chain(self, other: Generation) -> bool:
-        """Whether the chain of the newer of the two is that of the older one."""
+        """Whether the chain of the newer of the two is that of the older one, in the same place: copies of a store have the
+        same links."""
         older, newer = sorted((self, other), key=lambda generation: generation.number)
-        return newer.begun.get(older.number) == older.begin
+        return self.root == other.root and newer.begun.get(older.number) == older.begin
 
     @property
     def alive(self) -> bool:

@@ -186,7 +186,7 @@ class Store:
         if self.chain.generation > generation:
             raise FencedError(
                 f"{self.url}: generation {self.chain.generation} of run {self.run} has begun; this process, of generation "
-                f"{generation}, can commit nothing any more"
+                f"{generation}, can commit nothing any more. If two jobs save to it, end one, or give it a root of its own"
             )
 
     def manifest(self, ref: CheckpointRef) -> Manifest:
