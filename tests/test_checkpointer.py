@@ -238,3 +238,23 @@ def test_a_dry_run_tells_what_would_be_removed(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "s") == [1, 2]
     done = tierckpt.prune(tmp_path / "s", keep=1, grace=0)
     assert sorted(told.removed) == sorted(done.removed) and told.size == done.size > 0
+
+
+def test_a_close_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = Checkpointer(tmp_path, agent="off")
+    ckpt.save(0, {"w": torch.zeros(10)}).wait()
+    waits = ckpt._drain.close
+
+    def interrupted() -> None:
+        monkeypatch.setattr(ckpt._drain, "close", waits)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckpt._drain, "close", interrupted)
+    handle = ckpt.save(1, {"w": torch.ones(10)})
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    with pytest.raises(StateError, match="closed"):
+        ckpt.save(2, {"w": torch.ones(10)})
+    ckpt.close()
+    assert handle._ended.is_set() and ckpt._drain._thread is None
+    assert tierckpt.steps(tmp_path) == [0, 1]

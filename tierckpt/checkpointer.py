@@ -6,6 +6,7 @@ import atexit
 import inspect
 import logging
 import os
+import reprlib
 import sys
 import threading
 import time
@@ -48,7 +49,7 @@ from tierckpt.state import stepping
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.stop import Stop
-from tierckpt.telling import warn
+from tierckpt.telling import by_rank, warn
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
 
@@ -149,7 +150,9 @@ class Checkpointer:
         self._count = 0
         self._pid = os.getpid()
         self._last_due: dict[str, tuple[int, float]] = {}
-        self._closed = False
+        self._closed = self._failed = False
+        # How far the end has come.
+        self._ended, self._ending = 0, threading.RLock()
         self._hastened: Hastened | None = None
         self._stop: Stop | None = None
         if listened:
@@ -263,7 +266,6 @@ class Checkpointer:
             warn(
                 "the newest step is only in memory and could not be made durable; until the next save the newest durable "
                 f"checkpoint is an older one: {error}",
-                stacklevel=5,
             )
             return False
         return True
@@ -306,7 +308,7 @@ class Checkpointer:
             self._must_be_open()
             self._count += 1
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
-                self._refuse(StateError(f"step={step!r}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
+                self._refuse(StateError(f"step={reprlib.repr(step)}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
             handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
@@ -359,7 +361,11 @@ class Checkpointer:
         is wrong on one fails on all when their drains meet."""
         before = self._steps.get(step)
         if step in self._done or (before is not None and before.error is None):
-            self._refuse(StepExistsError(f"{self._place.url}: this process has already saved step {step}"))
+            self._refuse(
+                StepExistsError(
+                    f"{self._place.url}: this process has already saved step {step}; each step is saved once"
+                )
+            )
         note: list[Any] = []
 
         def mine() -> bytes:
@@ -380,7 +386,8 @@ class Checkpointer:
                     raise _Raised(error) from error
                 raise
             if len(set(planned.told)) > 1:
-                raise StateError(f"ranks save different steps at once: {sorted({int(told) for told in planned.told})}")
+                steps = by_rank([f"step {int(told)}" for told in planned.told])
+                raise StateError(f"the ranks pass different steps to the same save ({steps})")
             self._steps[step] = handle
             handle._owner, handle._lend = self, fence.wait
             must_tell = True
@@ -525,7 +532,6 @@ class Checkpointer:
                 warn(
                     f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
                     "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
-                    stacklevel=2,
                 )
             return chain.newest
 
@@ -566,7 +572,7 @@ class Checkpointer:
         except (FencedError, LostContactError):
             raise
         except (TierckptError, OSError) as error:
-            warn(f"snapshots do not outlive this process, as with agent='off': {error}", stacklevel=4)
+            warn(f"snapshots do not outlive this process, as with agent='off': {error}")
             self._ram = self._ram_tier = None
             self._drain.writer, self._drain.overtakes = OwnWriter(), False
         else:
@@ -594,39 +600,55 @@ class Checkpointer:
                 self._handles.append(hastened.handle)
 
     def close(self) -> None:
-        """Finish what is under way, report what failed, give everything back. Called twice it does nothing.
+        """Finish what is under way, report what failed, give everything back. Called twice it does nothing; after an interrupt
+        it goes on where it was.
 
         The newest complete step that is only in memory goes to the disk; then the agent ends, if no other process needs it.
         """
         self._close(failed=False)
 
     def _close(self, *, failed: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._failed, self._closed = failed, True
         if self._pid != os.getpid():
             return  # a forked child has none of the threads: what is under way is its parent's
+        with self._ending:
+            while self._ended < len(_ENDS):
+                number = self._ended
+                _ENDS[number](self)
+                self._ended = max(self._ended, number + 1)
         _open.discard(self)
+
+    def _end_calls(self) -> None:
         fence.wait()
         if self._stop is not None:
-            self._stop.settle(failed=failed)
+            self._stop.settle(failed=self._failed)
+
+    def _end_sealing(self) -> None:
         last = self._ram_tier.finish() if self._ram_tier is not None else None
-        if last is not None and not failed:
+        if last is not None and not self._failed:
             # All ranks close after the same saves: they take the newest step to the disk as they do any other.
-            self._handles.append(again(last))
-            self._drain.put(last)
+            if not last.due:
+                self._handles.append(again(last))
+            if last not in self._drain.pending and not last.handle._ended.is_set():
+                self._drain.put(last)
+
+    def _end_drain(self) -> None:
         self._take_hastened(wait=True)
         self._drain.close()
+
+    def _end_memory(self) -> None:
         if self._ram_tier is not None:
-            self._ram_tier.close(failed=failed)
+            self._ram_tier.close(failed=self._failed)
         self._arena.close()
+
+    def _end_links(self) -> None:
         self._coordinator.close()
         self._channels.close()
         self._sealing_channels.close()
         self._group.close()
         if self._stop is not None:
             self._stop.close()
-        self._surface()
 
     def _surface(self) -> None:
         """Tell of saves that have failed and that nobody has been told of yet."""
@@ -649,7 +671,7 @@ class Checkpointer:
                     self._done.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
-                warn(_failure(handle), stacklevel=4)
+                warn(_failure(handle))
 
     def _raises(self, handle: Handle, raising: bool) -> bool:
         return raising or (isinstance(handle.error, FencedError) and not self._closed)
@@ -691,6 +713,16 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if found is not None:
         found()
 
+
+#: What a Checkpointer does at its end, one after the other; each may be begun again after an interrupt.
+_ENDS: Sequence[Callable[[Checkpointer], None]] = (
+    Checkpointer._end_calls,
+    Checkpointer._end_sealing,
+    Checkpointer._end_drain,
+    Checkpointer._end_memory,
+    Checkpointer._end_links,
+    Checkpointer._surface,
+)
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ MEMORY_MARGIN = 64 << 20
 AGENT_IDLE = 600.0
 #: Seconds for which an agent whose trainers are gone looks for the receipts of other nodes.
 DRAIN_DEADLINE = 120.0
+#: Seconds after which an agent whose trainers are gone tries again to drain what they left, at first and at most.
+DRAIN_PAUSE, DRAIN_PAUSE_LIMIT = 2.0, 60.0
 #: Seconds within which an agent must have started and answered.
 AGENT_START = 30.0
 #: Seconds in which an agent answers what takes it no time: one that is stopped must not stop training for longer.
@@ -311,7 +313,12 @@ def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Tier:
     if kind not in _TIERS:
         said = "no key tier" if kind is None else f"tier = {kind!r}"
         raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
+    where = f"{os.fspath(path)}: [[tiers]] {kind}"
+    known = [each.name for each in fields(_TIERS[kind]) if each.init]
+    unknown = sorted(set(entry) - set(known))
+    if unknown:
+        raise StateError(f"{where}: unknown keys {', '.join(unknown)}; it takes {', '.join(known)}")
     try:
         return _TIERS[kind](**entry)
-    except TypeError as error:
-        raise StateError(f"{os.fspath(path)}: [[tiers]] {kind}: {error}") from error
+    except StateError as error:
+        raise StateError(f"{where}: {error}") from error

@@ -51,7 +51,6 @@ class Group:
                 warn(
                     f"this process is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but torch.distributed is not "
                     "initialised: it saves and loads by itself. Call torch.distributed.init_process_group() first",
-                    stacklevel=4,
                 )
             return
         if process_group is not None and dist.get_rank(process_group) < 0:

@@ -46,7 +46,6 @@ class Stop:
             warn(
                 f"save_on_signal: {why}: this process will not notice them. Make the Checkpointer in the main thread, or send "
                 "the signal to another rank too",
-                stacklevel=4,
             )
         self._thread = threading.Thread(target=self._watch, name="tierckpt-stop", daemon=True)
         self._thread.start()

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 _log = logging.getLogger("tierckpt")
 
+#: Between the caller's program and what warns; and what calls us by itself.
+_BETWEEN, _ITSELF = ("tierckpt", "contextlib", "torch"), ("threading", "weakref")
+_told: dict[Any, Any] = {}  # where no line of the caller's has led, as the interpreter notes it
 
-def warn(message: str, *, category: type[Warning] = RuntimeWarning, stacklevel: int = 2) -> None:
-    """Warn. Where warnings are errors, log: one rank must not leave a step in which the others wait for it."""
+
+def warn(message: str, *, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn, at the line of the caller's program that led here. Where warnings are errors, log: one rank must not leave a step in
+    which the others wait for it."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and _module(frame) in _BETWEEN:
+        frame, level = frame.f_back, level + 1
     try:
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        if frame is None or _module(frame) in _ITSELF:
+            warnings.warn_explicit(message, category, "tierckpt", 0, registry=_told)
+        else:
+            warnings.warn(message, category, stacklevel=level)
     except Warning:
         _log.warning(message)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -28,9 +47,14 @@ def ranks(numbers: Sequence[int]) -> str:
     return ", ".join(text)
 
 
+def named(numbers: Sequence[int]) -> str:
+    """Ascending ranks, such as "rank 3" or "ranks 0-3, 7"."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"
+
+
 def by_rank(said: Sequence[object]) -> str:
     """What the ranks said, in rank order; those together that said the same."""
     found: dict[object, list[int]] = {}
     for rank, one in enumerate(said):
         found.setdefault(one, []).append(rank)
-    return "; ".join(f"rank{'s' if len(who) > 1 else ''} {ranks(who)}: {one}" for one, who in found.items())
+    return "; ".join(f"{named(who)}: {one}" for one, who in found.items())

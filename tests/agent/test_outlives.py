@@ -320,7 +320,8 @@ def test_a_dead_agent_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
     assert tierckpt.verify(root).ok
 
 
-def test_an_agent_that_dies_under_a_save_fails_that_save_alone(tmp_path: Path) -> None:
+def test_a_step_that_is_due_gets_to_the_disk_though_its_agent_dies(tmp_path: Path) -> None:
+    """The trainer still has what it has sealed."""
     root = tmp_path / "s"
     with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -334,12 +335,10 @@ def test_an_agent_that_dies_under_a_save_fails_that_save_alone(tmp_path: Path) -
 
         ckpt._drain.writer = remote
         remote.write = dies  # type: ignore[method-assign]
-        handle = ckpt.save(2, state(2))
-        with pytest.raises(tierckpt.StoreError, match=r"the agent of run.* died"):
-            handle.wait()
+        assert ckpt.save(2, state(2)).wait() is not None
         remote.write = write  # type: ignore[method-assign]
         assert ckpt.save(3, state(3)).wait() is not None
-    assert tierckpt.steps(root) == [1, 3]
+    assert tierckpt.steps(root) == [1, 2, 3] and tierckpt.verify(root).ok
 
 
 def test_nothing_is_left_after_the_idle_time(tmp_path: Path) -> None:
@@ -494,7 +493,7 @@ def test_skip_leaves_a_step_out(tmp_path: Path) -> None:
         assert slow.begun.wait(20)
         ckpt.save(2, state(2)).wait("ram")
         handle = ckpt.save(3, state(3))
-        with pytest.raises(tierckpt.SkippedError, match="no slot was free on ranks 0"):
+        with pytest.raises(tierckpt.SkippedError, match="no slot was free on rank 0"):
             handle.wait("ram")
         slow.go.set()
     assert tierckpt.steps(tmp_path / "s") == [0, 1, 2]

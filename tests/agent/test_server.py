@@ -22,7 +22,15 @@ from tierckpt import _native, config
 from tierckpt.agent.client import AgentLostError, AgentSilentError, Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
-from tierckpt.errors import ArenaFullError, FencedError, IntegrityError, StateError, StoreError, TierckptError
+from tierckpt.errors import (
+    ArenaFullError,
+    FencedError,
+    IncompleteError,
+    IntegrityError,
+    StateError,
+    StoreError,
+    TierckptError,
+)
 from tierckpt.format import canonical
 from tierckpt.format.digest import derive
 
@@ -546,6 +554,42 @@ def test_what_was_made_for_another_chain_is_forgotten(client: Client, tmp_path: 
     with other.request("held", root=str(tmp_path)) as reply:
         assert [held["begin"] for held in reply.fields["snapshots"]] == [begun(1, "b")[0][1]]  # type: ignore[index,union-attr]
     other.close()
+
+
+def test_layouts_that_nothing_needs_any_more_are_forgotten(client: Client) -> None:
+    for step in (1, 2):
+        seal(client, step, take(client))
+        client.request("complete", step=step, due=False)
+    other = b"another layout"
+    descriptor = document(other)
+    try:
+        client.request(
+            "seal",
+            [descriptor],
+            step=3,
+            slot=take(client),
+            ticket=TICKET,
+            size=5000,
+            header_size=4096,
+            header_digest="0" * 64,
+            layout=derive("layout", other).hex(),
+            metadata=None,
+            due=False,
+            pinned=False,
+        )
+    finally:
+        os.close(descriptor)
+    client.request("layout", hash=HASH).__exit__(None, None, None)  # step 2 has it
+    client.request("complete", step=3, due=False)
+
+    def forgotten() -> bool:
+        try:
+            client.request("layout", hash=HASH).__exit__(None, None, None)
+        except IncompleteError:
+            return True
+        return False
+
+    until(forgotten)
 
 
 def test_a_job_on_a_copy_of_the_store_takes_nothing_from_the_original(client: Client, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, Disk, Ram
 
 from .conftest import Branched, Cli
 
@@ -33,6 +34,19 @@ def test_names_the_newest_its_place_and_what_was_left_behind(cli: Cli, branched:
     ran = cli("explain", branched.root)
     assert "a restore would take step 6 (generation 2)" in ran.stdout
     assert "behind it: 2 older checkpoints: 5, 2" in ran.lines
+
+
+def test_what_only_memory_has_comes_first(cli: Cli, tmp_path: Path) -> None:
+    state = {"w": torch.arange(10.0)}
+    with Checkpointer(tmp_path, tiers=[Ram(), Disk(every=10)]) as ckpt:
+        ckpt.save(0, state).wait()
+        ckpt.save(3, state).wait("ram")
+        found = _explain(cli, tmp_path, 0)
+        assert found["restore"]["step"] == 0
+        assert [(one["step"], one["generation"]) for one in found["memory"]] == [(3, 1)]
+        lines = cli("explain", tmp_path).lines
+    assert lines[1] == "in memory of this machine's agents: step 3"
+    assert not any("nothing newer" in line for line in lines)
 
 
 def test_a_save_that_did_not_finish_is_why_nothing_newer_is_taken(cli: Cli, branched: Branched, shard: Path) -> None:

@@ -387,8 +387,8 @@ def test_everything_that_does_not_fit_is_listed_at_once() -> None:
         plan(states)
     lines = {line.split(":")[0].strip(): line for line in str(caught.value).splitlines()[1:]}
     assert lines.keys() == {"shape", "dtype", "hole", "overlap", "both", "twice", "mesh"}
-    assert "float32 [2, 3] on ranks 0-2" in lines["shape"] and "[2, 4] on ranks 3" in lines["shape"]
-    assert "float16 [2] on ranks 1" in lines["dtype"] and "float32 [2] on ranks 0, 2-3" in lines["dtype"]
+    assert "float32 [2, 3] on ranks 0-2" in lines["shape"] and "[2, 4] on rank 3" in lines["shape"]
+    assert "float16 [2] on rank 1" in lines["dtype"] and "float32 [2] on ranks 0, 2-3" in lines["dtype"]
     assert "[5:6]" in lines["hole"] and "no piece" in lines["hole"]
     assert "pieces" in lines["overlap"] and "ranks 0" in lines["overlap"]
     assert "ranks 0 hold Pieces" in lines["both"] and "1-3" in lines["both"]

@@ -158,6 +158,8 @@ class Client:
         self._put(channel)
         with message:
             raise_refusal(message.fields)
+            if message.fields.get("ending") is True:
+                raise AgentSilentError(f"the agent of run {self.run} on node {self.node} was told to end ({op})")
             taken, message.descriptors = message.descriptors, []
         return Message(message.fields, taken)
 

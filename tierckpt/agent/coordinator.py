@@ -362,9 +362,7 @@ class Coordinator:
             self.place.remove(leftovers.in_order(i.name for i in self.place.list(folder) if leftovers.belongs(i.name)))
 
     def _collect(self, sparing: Iterable[tuple[int, int]], grace: float | None = None) -> None:
-        found = leftovers.find(
-            self.store, grace=self._grace if grace is None else grace, sparing=sparing, own=self.generation
-        )
+        found = leftovers.find(self.store, grace=self._grace if grace is None else grace, sparing=sparing)
         self.place.remove(found.removable)
         self._littered = bool(found.underway)
         retired = self.store.chain.retired

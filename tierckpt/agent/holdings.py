@@ -94,7 +94,7 @@ class Holdings:
             if member is None or member.client != client:
                 member = known.members[rank] = Member(client)
             member.connections += 1
-            member.left = known.settled = False
+            member.left = known.settled = known.attempted = False
             self.memory.budget = budget
             began = self.generations.get(origin[0]) if origin is not None else None
             if origin is not None and began is not None and origin[1] in began.steps:
@@ -116,8 +116,8 @@ class Holdings:
             if other.alive or (elsewhere and not other.settled):
                 what = "is another store of the same run, a copy perhaps" if elsewhere else "has another chain by now"
                 raise StateError(
-                    f"run {self.run} is being saved on this node to {other.root}, as generation {other.number}; {generation.root} "
-                    f"{what}: end the other job, or give this one a store of its own"
+                    f"run {self.run} is being saved on this node to {other.root}, as generation {other.number}; "
+                    f"{generation.root} {what}: end the other job, or give this one a store of its own"
                 )
             other.fenced = other.settled = True
             for step in other.steps.values():
@@ -145,13 +145,21 @@ class Holdings:
     # Slots
 
     def slot(
-        self, generation: Generation, rank: int, size: int, wait: float, gone: Callable[[], bool], ticket: int
+        self,
+        generation: Generation,
+        rank: int,
+        size: int,
+        wait: float,
+        gone: Callable[[], bool],
+        ticket: int,
+        held: Set[int],
     ) -> Slot:
         """A slot of at least ``size`` bytes for ``rank``; waits at most ``wait`` seconds until one is free.
 
         Args:
             gone: whether who asked is no longer there.
             ticket: what the request is called.
+            held: of the tickets before, those that somebody has.
 
         Raises:
             ArenaFullError: says what is needed, held and the budget, or that nobody waits any more.
@@ -162,6 +170,7 @@ class Holdings:
             own = generation.by_rank.setdefault(rank, [])
             while True:
                 generation.must_be_current()
+                self._give_back_lost(generation, rank, ticket, held)
                 free = [slot for slot in own if not slot.busy]
                 fitting = min((s for s in free if s.capacity >= size), key=lambda s: s.capacity, default=None)
                 if fitting is not None:
@@ -220,17 +229,26 @@ class Holdings:
             slot.busy = False
             self.change.notify_all()
 
-    def give_back_lost(self, generation: Generation, rank: int, ticket: int, held: Set[int]) -> None:
-        """Slots whose replies nobody has any more are free again: an interrupt may take a reply from who asked.
+    def _give_back_lost(self, generation: Generation, rank: int, ticket: int, held: Set[int]) -> None:
+        """Slots whose replies nobody has any more are free again: an interrupt may take a reply from who asked, and a request
+        to seal may be read when nobody waits for that any more. Under ``change``.
 
         Args:
-            held: of the tickets before ``ticket``, those that somebody has.
+            held: of the tickets before ``ticket``, those that somebody had.
         """
-        with self.change:
-            for slot in generation.by_rank.get(rank, ()):
-                if slot.busy and not slot.sealed and slot.ticket < ticket and slot.ticket not in held:
-                    slot.busy = False
-                    self.change.notify_all()
+        lost = [
+            slot
+            for slot in generation.by_rank.get(rank, ())
+            if slot.busy and slot.ticket < ticket and slot.ticket not in held
+        ]
+        if not lost:
+            return
+        for slot in lost:
+            slot.busy = slot.sealed
+        for step in list(generation.steps.values()):
+            snapshot = step.snapshots.get(rank)
+            if snapshot is not None and snapshot.slot in lost and not step.complete:
+                self._release(generation, step, rank)
 
     def _own(self, generation: Generation, rank: int, number: int, ticket: int) -> Slot:
         """The slot that ``rank`` is filling, on this ticket: by another it may have been given out again."""
@@ -240,6 +258,12 @@ class Holdings:
         raise StateError(f"slot {number} is not one that rank {rank} is filling")
 
     # Snapshots
+
+    def keep_layout(self, generation: Generation, rank: int, digest: str, data: bytes) -> None:
+        """``rank`` is about to seal what lies as this layout file says."""
+        with self.change:
+            generation.layouts[digest] = data
+            generation.last_layouts[rank] = digest
 
     def seal(
         self,
@@ -291,6 +315,8 @@ class Holdings:
             if step is not None and rank in step.snapshots:
                 step.snapshots[rank].due = False
                 step.durable = step.durable or durable
+                if not step.complete:  # nor will it be
+                    self._release(generation, step, rank)
                 self._reap(generation)
 
     def drop(self, generation: Generation, rank: int, number: int) -> None:
@@ -301,10 +327,13 @@ class Holdings:
                 self._release(generation, step, rank)
                 self._reap(generation)
 
-    def end(self, generation: Generation) -> None:
-        """What the trainers of ``generation`` have left was seen to: its newest complete step stays, for the next start."""
+    def end(self, generation: Generation, *, final: bool) -> None:
+        """What the trainers of ``generation`` have left was seen to: its newest complete step stays, for the next start.
+
+        ``final``: whether or not they are there again, since this agent ends.
+        """
         with self.change:
-            generation.settled = True
+            generation.settled = final or not generation.alive
             self.seen = time.monotonic()
             if not generation.alive:
                 for step in generation.steps.values():
@@ -327,15 +356,19 @@ class Holdings:
         for number, step in list(generation.steps.items()):
             if spare and (newest is None or number >= newest):
                 continue
+            # Of what is just being sealed trainers have still to say what becomes of it, in whatever order steps come.
+            is_open = spare and generation.alive and not step.complete
             for rank, snapshot in list(step.snapshots.items()):
-                if not snapshot.due and not snapshot.holds:
+                if not (snapshot.due or snapshot.holds or is_open):
                     self._release(generation, step, rank)
         for number in [number for number, step in generation.steps.items() if not step.snapshots]:
             del generation.steps[number]
         used = {snapshot.layout for step in generation.steps.values() for snapshot in step.snapshots.values()}
+        if not generation.fenced:
+            used |= set(generation.last_layouts.values())
+        for unused in generation.layouts.keys() - used:
+            del generation.layouts[unused]
         if generation.fenced:
-            for unused in generation.layouts.keys() - used:
-                del generation.layouts[unused]
             for rank, slots in generation.by_rank.items():
                 for slot in [slot for slot in slots if not slot.busy]:
                     self._close(generation, rank, slot)
@@ -492,8 +525,9 @@ class Holdings:
             if any(generation.alive for generation in current):
                 return float("inf")
             members = [member for generation in current for member in generation.members.values()]
-            # After a good-bye of everybody nobody comes back for what is held; after a death they do.
-            if members and all(member.left for member in members):
+            # After a good-bye of everybody nobody comes back for what the disk has; after a death they do.
+            done = not any(generation.owes for generation in current)
+            if done and members and all(member.left for member in members):
                 return 0.0
             return max(0.0, self.seen + idle - time.monotonic())
 

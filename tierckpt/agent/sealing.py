@@ -10,12 +10,12 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.agent.client import AgentSilentError
+from tierckpt.agent.client import AgentLostError, AgentSilentError
 from tierckpt.agent.drain import Drain, Job, Mark, Ranks, meet
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
-from tierckpt.telling import ranks
+from tierckpt.telling import named
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -137,7 +137,7 @@ class Sealing:
         self._make_room(job, told)
         try:
             self._complete(job.step, job.due)
-        except AgentSilentError as error:
+        except AgentLostError as error:
             # The bytes are here as well.
             job.own = [self._ranks.rank]
             job.handle._skip("ram", str(error))
@@ -147,27 +147,37 @@ class Sealing:
         else:
             job.handle._reach("ram")
         if job.due:
-            self._only_here = None
-            self._drain.put(job)
-        else:
-            self._only_here = job
-            job.handle._finish(None, job.error)
+            self._put(job)
+            return
+        if self._only_here is None or self._only_here.step < job.step:
+            self._replace(job)
+        job.handle._finish(None, job.error)
+
+    def _put(self, job: Job) -> None:
+        """On its way to the disk; older ones need not get there any more."""
+        if self._only_here is not None and self._only_here.step < job.step:
+            self._replace(None)
+        self._drain.put(job)
+
+    def _replace(self, job: Job | None) -> None:
+        before, self._only_here = self._only_here, job
+        if before is not None and before.own:
+            self._drop(before.step)  # its agent does not know that it is complete, so nor that this one takes its place
 
     def _pass_on(self, job: Job, told: Sequence[bytes]) -> None:
         """A step that some rank cannot seal: each writes its own part, if it is due on the disk, as where there is no agent."""
         assert not isinstance(job.staged, BaseException)
         job.staged.withdraw()
         why = (
-            f"step {job.step} is in no memory that outlives the trainers: the agent of ranks {ranks(job.own)} does not "
-            "answer, or has no room"
+            f"step {job.step} is in no memory that outlives the trainers: the agent of {named(job.own)} does not "
+            "answer, has died, or has no room"
         )
         if not job.due:
             self._skip(job, ("ram",), why)
             return
         self._make_room(job, told)
         job.handle._skip("ram", why)
-        self._only_here = None
-        self._drain.put(job)
+        self._put(job)
 
     def _skip(self, job: Job, tiers: Sequence[str], why: str) -> None:
         job.release(False)
@@ -213,15 +223,15 @@ def _seal(job: Job, shard: Shard) -> bytes:
     assert not isinstance(job.staged, BaseException)
     try:
         job.staged.seal(shard)
-    except AgentSilentError:
+    except AgentLostError:
         return _SILENT
     return b""
 
 
 def again(job: Job) -> Handle:
     """Make a step that is only in memory, and whose save has ended, due on the disk; its new handle."""
-    job.due, job.offered = True, False
-    job.handle = Handle(job.step, ("disk",), ("disk",))
+    job.handle, job.offered = Handle(job.step, ("disk",), ("disk",)), False
+    job.due = True
     return job.handle
 
 
@@ -234,5 +244,5 @@ _SILENT = b"silent"
 def _where(skipped: Mapping[int, str]) -> str:
     reasons = dict.fromkeys(skipped.values())
     return "; ".join(
-        f"{reason} on ranks {ranks([rank for rank, other in skipped.items() if other == reason])}" for reason in reasons
+        f"{reason} on {named([rank for rank, other in skipped.items() if other == reason])}" for reason in reasons
     )

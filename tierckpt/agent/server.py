@@ -59,7 +59,8 @@ class Server:
         #: The port on which figures are served, and the one that could not be had.
         self.metrics = self._refused = 0
         self._asked = threading.Lock()
-        self._stop = False
+        #: When it was told to end, by the monotonic clock.
+        self._stopped_at: float | None = None
 
     def serve(self) -> None:
         """Until told to end, or until nobody has needed it for long enough."""
@@ -76,9 +77,12 @@ class Server:
         warnings.showwarning = lambda message, category, *_: self.holdings.note(f"{category.__name__}: {message}")
         threading.excepthook = lambda broken: self.holdings.note(f"{broken.exc_type.__name__}: {broken.exc_value}")
         while True:
-            if self._stop:
+            if self.ending:
+                with self.holdings.change:
+                    self.holdings.change.notify_all()
                 for generation in list(self.holdings.generations.values()):
-                    self.gone(generation)
+                    if not self._is_awaited(generation):
+                        self.gone(generation)
             left = self._left()
             if left is not None and left <= 0:
                 with self.home.locked(config.AGENT_START):
@@ -118,7 +122,22 @@ class Server:
         return bool(select.select([self._listener], [], [], 0)[0])
 
     def _stopped(self, number: int, frame: object) -> None:
-        self._stop = True
+        self._stopped_at = self._stopped_at or time.monotonic()
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was told to end: it takes nothing new."""
+        return self._stopped_at is not None
+
+    def _is_awaited(self, generation: Generation) -> bool:
+        """Whether trainers are having it write what is due on the disk, and will commit that: it is told to end, and waits."""
+        with self.holdings.change:
+            return generation.has_due and self._patience > 0
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which it waits for trainers before it ends."""
+        return max(0.0, (self._stopped_at or 0.0) + self._deadline - time.monotonic())
 
     def _left(self) -> float | None:
         """Seconds until the agent may end; None while it is needed."""
@@ -128,8 +147,9 @@ class Server:
             # Who says good-bye is answered first.
             if any(connection.bye for connection in list(self._connections)):
                 return None
-            if self._stop:
-                return 0.0
+            if self.ending:
+                awaited = any(self._is_awaited(generation) for generation in self.holdings.generations.values())
+                return self._patience if awaited else 0.0
             left = float("inf") if self.stays else self.holdings.needed(self._idle)
         return None if left == float("inf") else left
 
@@ -147,13 +167,36 @@ class Server:
         threading.Thread(target=self._settle, args=(generation,), name="tierckpt-orphans").start()
 
     def _settle(self, generation: Generation) -> None:
+        """Until it is done, or nobody needs it any more: a full disk may be made larger, a node come back."""
         try:
-            orphans.settle(self.holdings, generation, self._deadline)
+            pause = config.DRAIN_PAUSE
+            while not orphans.settle(self.holdings, generation, self._deadline) and self._pause(generation, pause):
+                pause = min(2 * pause, config.DRAIN_PAUSE_LIMIT)
+            self.holdings.end(generation, final=self.ending)
         finally:
             with self.holdings.change:
                 self._settling.discard(generation.number)
+                again = not (generation.alive or generation.settled or generation.fenced)
                 self.holdings.change.notify_all()
+            if again:  # trainers have come and gone meanwhile
+                self.gone(generation)
             self.wake()
+
+    def _pause(self, generation: Generation, seconds: float) -> bool:
+        """Whether to try again after so many seconds, or at once when it is told to end."""
+
+        def is_over() -> bool:
+            return generation.fenced or (generation.alive and not self.ending)
+
+        with self.holdings.change:
+            generation.attempted = True
+            self.holdings.change.notify_all()
+            ending = self.ending
+            left = self._patience if ending else self.holdings.seen + self._idle - time.monotonic()
+            if seconds >= left:
+                return False
+            self.holdings.change.wait_for(lambda: is_over() or self.ending != ending, seconds)
+            return not is_over()
 
     def ended(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -163,6 +206,7 @@ class Server:
         return {
             **self.holdings.status(),
             "agent": self.id,
+            "ending": self.ending,
             "node": self.node,
             "metrics": self.metrics or None,
             "pid": os.getpid(),
@@ -379,11 +423,12 @@ class Connection:
         return {"ok": True}, []
 
     def _slot(self, fields: Fields, message: Message) -> Reply:
+        if self.server.ending:
+            return _ENDING
         wait = fields.integer("wait") / 1000
         size, ticket = fields.integer("size", low=1), fields.integer("ticket")
         held = {one for one in fields.array("held") if type(one) is int}
-        self.server.holdings.give_back_lost(self._own, self.rank, ticket, held)
-        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended, ticket)
+        slot = self.server.holdings.slot(self._own, self.rank, size, wait, lambda: self.channel.ended, ticket, held)
         live: list[JSON] = list(self.server.holdings.numbers(self._own, self.rank))
         descriptor = fcntl.fcntl(slot.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
         given: dict[str, JSON] = {"capacity": slot.capacity, "live": live, "slot": slot.number, "ticket": ticket}
@@ -394,6 +439,8 @@ class Connection:
         return {"ok": True}, []
 
     def _seal(self, fields: Fields, message: Message) -> Reply:
+        if self.server.ending:
+            return _ENDING
         generation, rank, step = self._own, self.rank, fields.integer("step")
         size, layout = fields.integer("size"), fields.hex("layout")
         number = None if fields.value("slot") is None else fields.integer("slot")
@@ -405,7 +452,7 @@ class Connection:
                 os.close(descriptor)
             if derive("layout", data).hex() != layout:
                 raise IntegrityError("the agent's socket: seal: the layout file is not the one that is named")
-            generation.layouts[layout] = data
+            self.server.holdings.keep_layout(generation, rank, layout, data)
         if layout not in generation.layouts:
             raise StateError(f"the agent does not have layout {layout}")
 
@@ -444,10 +491,12 @@ class Connection:
 
     def _settled(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.settle(self._own, self.rank, fields.integer("step"), durable=fields.boolean("durable"))
+        self.server.wake()
         return {"ok": True}, []
 
     def _drop(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.drop(self._own, self.rank, fields.integer("step"))
+        self.server.wake()
         return {"ok": True}, []
 
     def _bye(self, fields: Fields, message: Message) -> Reply:
@@ -458,9 +507,13 @@ class Connection:
             self.server.gone(generation)
             with self.server.holdings.change:
                 self.server.holdings.change.wait_for(
-                    lambda: generation.settled or generation.fenced, self.server._deadline
+                    lambda: generation.settled or generation.attempted or generation.fenced, self.server._deadline
                 )
         return {"ok": True}, []
+
+
+#: What is said to who asks an agent that was told to end to take something new.
+_ENDING: Reply = {"ending": True, "ok": True}, []
 
 
 def _begun(fields: Fields) -> dict[int, str]:

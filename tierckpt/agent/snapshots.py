@@ -198,11 +198,14 @@ class Generation:
         locals: ranks on this node.
         roots: folders over which the shards of a checkpoint are spread.
         slots: for each rank at most so many.
+        layouts: those that are needed, by hash.
+        last_layouts: of what each rank sealed last, which it sends no second time.
         by_rank: slots of each rank.
         making: slots that are just being made, by rank.
         durable: the newest step that is committed, −1: none.
         durable_at: when that was sealed, or the first step of all, by the monotonic clock; None before.
         settled: its trainers are gone, and what they left has been seen to.
+        attempted: that was tried at least.
     """
 
     number: int
@@ -217,19 +220,22 @@ class Generation:
     members: dict[int, Member] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
     layouts: dict[str, bytes] = field(default_factory=dict)
+    last_layouts: dict[int, str] = field(default_factory=dict)
     by_rank: dict[int, list[Slot]] = field(default_factory=dict)
     making: dict[int, int] = field(default_factory=dict)
     signing: Signing | None = None
     durable: int = -1
     durable_at: float | None = None
     settled: bool = False
+    attempted: bool = False
 
     def must_be_current(self) -> None:
         """Raise FencedError if a newer generation has begun."""
         if self.fenced:
             raise FencedError(
-                f"a newer generation of the run at {self.root} has begun on this node; this process, of generation {self.number}, "
-                "can seal and commit nothing any more. If two jobs save to it, end one, or give it a root of its own"
+                f"a newer generation of the run at {self.root} has begun on this node; this process, of generation "
+                f"{self.number}, can seal and commit nothing any more. If two jobs save to it, end one, or give it a root of "
+                "its own"
             )
 
     @property
@@ -247,6 +253,17 @@ class Generation:
     def alive(self) -> bool:
         """Whether a trainer is connected."""
         return any(member.connections for member in self.members.values())
+
+    @property
+    def has_due(self) -> bool:
+        """Whether its trainers are there and have still to have something written."""
+        return self.alive and any(snapshot.due for step in self.steps.values() for snapshot in step.snapshots.values())
+
+    @property
+    def owes(self) -> bool:
+        """Whether its newest complete step is only here."""
+        newest = self.newest_complete()
+        return newest is not None and newest > self.durable
 
     def now_durable(self, number: int) -> None:
         """Step ``number`` is committed."""

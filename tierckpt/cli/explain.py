@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tierckpt.agent.coordinator import check_present
+from tierckpt.agent.listing import agents
 from tierckpt.cli.history import history, name_of
 from tierckpt.cli.mesh import Job, Reading, parse, readings
 from tierckpt.cli.output import count, moment, progress, say, say_json, size, spans, table
@@ -62,6 +63,18 @@ class _Other:
         return {"step": self.step, "generation": self.generation, "state": self.state, "reason": self.reason}
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A step that all ranks have sealed, in the memory of an agent of this user on this machine."""
+
+    generation: int
+    step: int
+    node: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "generation": self.generation, "node": self.node}
+
+
 @click.command(short_help="Say what a restore would take, and why nothing newer.")
 @root_argument
 @click.option("--mesh", metavar="NAME=N,…", help="Say which rank of such a job would read what, say dp=4,tp=2.")
@@ -79,7 +92,8 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
     With --mesh also what each rank of a job would read of it. Ranks are numbered in row-major order; a tensor that no
     glob of --placements matches is cut along its first dimension over the first one of the mesh.
 
-    Reads documents, names and sizes, no tensor bytes: `tierckpt verify` does that.
+    Reads documents, names and sizes, no tensor bytes: `tierckpt verify` does that. Asks this user's agents on this machine
+    what they hold in memory, none elsewhere.
     """
     if mesh is None and placements:
         raise click.UsageError("--placements needs --mesh")
@@ -89,6 +103,7 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
     tried, notes = _try(store)
     chosen = tried[-1] if tried and not tried[-1].problems and not problems else None
     others = _others(store)
+    held = _held(store, chosen)
     problems += [problem for candidate in tried for problem in candidate.problems]
     told = []
     if job is not None and chosen is not None:
@@ -104,6 +119,7 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
                 "restore": None if chosen is None else _source(store, chosen),
                 **({} if job is None else {"mesh": _mesh(job, told)}),
                 "candidates": [candidate.to_json() for candidate in tried],
+                "memory": [one.to_json() for one in held],
                 "lineage": [_ref(ref) for ref in store.chain.lineage()],
                 "others": [other.to_json() for other in others],
                 "notes": notes,
@@ -111,7 +127,7 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
             }
         )
     else:
-        _say(store, chosen, tried, others, notes, problems)
+        _say(store, chosen, held, tried, others, notes, problems)
         if job is not None:
             _say_mesh(job, told)
     return 1 if problems else 0
@@ -136,6 +152,20 @@ def _try(store: Store) -> tuple[list[_Candidate], list[str]]:
         else:
             break
     return tried, notes
+
+
+def _held(store: Store, chosen: _Candidate | None) -> list[_Held]:
+    """What a restore on this machine would look at before the disk, newest first."""
+    found = {
+        _Held(generation["generation"], step["step"], agent["node"])
+        for agent in agents()
+        if agent.get("run") == store.run
+        for generation in agent["generations"]
+        if (generation["root"], generation["generation"]) == (store.url, store.chain.generation)
+        for step in generation["steps"]
+        if step["complete"] and (chosen is None or step["step"] >= chosen.ref.step)
+    }
+    return sorted(found, key=lambda held: (-held.step, held.node))
 
 
 def _others(store: Store) -> list[_Other]:
@@ -196,6 +226,7 @@ def _world(store: Store, receipt: str) -> int | None:
 def _say(
     store: Store,
     chosen: _Candidate | None,
+    held: list[_Held],
     tried: list[_Candidate],
     others: list[_Other],
     notes: list[str],
@@ -204,6 +235,9 @@ def _say(
     chain = store.chain
     lineage = chain.lineage()
     say(f"run {store.run}, generation {chain.generation}, head {chain.links[-1].digest}")
+    if held:
+        say(f"in memory of this machine's agents: {', '.join(dict.fromkeys(f'step {one.step}' for one in held))}")
+        say("a restore takes the newest of them that all nodes of the job have; without any")
     if chosen is not None:
         say(f"a restore would take {name_of(chosen.ref)}, {size(chosen.size)}")
         say(f"from disk: {_folder(store, chosen.ref)}")
@@ -221,8 +255,8 @@ def _say(
     newer = [other for other in others if chosen is None or other.step > chosen.ref.step]
     for other in newer:
         say(f"step {other.step} (generation {other.generation}): {other.reason}")
-    if chosen is not None and not newer and chosen.ref == chain.newest:
-        say("nothing newer was ever begun here")
+    if chosen is not None and not newer and not held and chosen.ref == chain.newest:
+        say("nothing newer is in this store")
     older = [ref for ref in lineage if all(ref != candidate.ref for candidate in tried)]
     if older:
         steps = ", ".join(str(ref.step) for ref in older[:10]) + (", …" if len(older) > 10 else "")

@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from tierckpt.agent.listing import agents
+from tierckpt.agent.runtime import runtime_folder
 from tierckpt.cli.output import count, say, say_json, size, table
 from tierckpt.cli.target import json_option
 
 
 @click.command(short_help="Show this user's agents and what they hold.")
 @json_option
-@click.option("--watch", type=float, metavar="SECONDS", help="Show it again every so many seconds.")
+@click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Show it again every so many seconds.")
 def command(as_json: bool, watch: float | None) -> int:
     """Show the agents of this user on this machine: runs, steps held, memory, how far the disk lags, last errors.
 
@@ -36,14 +37,15 @@ def command(as_json: bool, watch: float | None) -> int:
 
 def _show(found: list[dict[str, Any]]) -> None:
     if not found:
-        say("no agent of this user runs here")
+        folder = runtime_folder(make=False)
+        say(f"no agent of this user runs here{'' if folder is None else f': there is no socket in {folder}'}")
     for number, one in enumerate(found):
         if number:
             say()
         if "problem" in one:
             say(f"{one['socket']}: {one['problem']}")
             continue
-        service = ", a service" if one["service"] else ""
+        service = (", a service" if one["service"] else "") + (", told to end" if one["ending"] else "")
         say(f"run {one['run']} on node {one['node']}: process {one['pid']}, up {one['seconds']} s{service}")
         say(f"memory: {size(one['held'])} of {size(one['budget'])} in {count(_slots(one), 'slot')}")
         if one["metrics"]:

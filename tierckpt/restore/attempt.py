@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import compress, count
 from operator import add, is_, le, not_
@@ -82,6 +82,10 @@ def memory_for(what: str) -> Iterator[None]:
         raise
 
 
+#: How a line about what has no place in the state ends; and of so many names it is told beside other problems.
+_NOT_IN_STATE, _UNEXPECTED = ": in the checkpoint, not in the state", 10
+
+
 class Attempt:
     """A checkpoint on its way into a template. Its methods are collective, to be called in their order."""
 
@@ -146,7 +150,7 @@ class Attempt:
                 mapping=self._mapping,
                 named=self._named,
             )
-            self._refuse(self._target.problems)
+            self._refuse(self._target.problems, self._target.unexpected if self._strict else ())
             names_of = self._names_of = self._target.view.names_of
             blobs.update(contents.blobs_for([origin for name in self._target.values for origin in names_of(name)]))
             if self._target.per_rank and self._same_world:
@@ -211,10 +215,29 @@ class Attempt:
     def _same_world(self) -> bool:
         return self.layout.world == self._group.size
 
-    def _refuse(self, problems: Sequence[str]) -> None:
+    def _refuse(self, problems: Sequence[str], unexpected: Collection[str] = ()) -> None:
+        """``unexpected``: what only this rank is known to have no place for, told if there are ``problems``."""
         if problems:
-            listed = "".join(f"\n  {problem}" for problem in problems)
-            raise LayoutError(f"{self._what} does not fit the state:{listed}{_hint(problems)}")
+            names = sorted(unexpected)
+            also = unexpected_problems(set(names[:_UNEXPECTED]), self._target.view)
+            if len(names) > _UNEXPECTED:
+                also.append(f"and {len(names) - _UNEXPECTED:,} more of the checkpoint")
+            listed = "".join(f"\n  {problem}" for problem in [*problems, *also])
+            raise LayoutError(f"{self._what} does not fit the state:{listed}{self._hint(problems)}")
+
+    def _hint(self, problems: Sequence[str]) -> str:
+        """What to do about a misfit that everybody meets once."""
+        unexpected = [problem for problem in problems if problem.endswith(_NOT_IN_STATE)]
+        if not unexpected:
+            return ""
+        target = self._target
+        optimizers = {problem.partition(".state.")[0] for problem in unexpected if ".state." in problem}
+        if any(dotted(name).startswith(f"{one}.") for one in optimizers for name in (*target.tensors, *target.values)):
+            return (
+                "\nThe state_dict() of a fresh optimizer has no place for the optimizer's state: put the optimizer itself into "
+                "the state, or use tierckpt.read() and optimizer.load_state_dict()"
+            )
+        return '\nTo load a part say which (keys=["model.*"]), or pass strict=False to leave out what has no place'
 
     def _find_places(self) -> None:
         layout, numbers = self.layout, self._contents.numbers
@@ -546,16 +569,6 @@ def agree(group: Group, what: str, shards: Shards, contents: Contents, view: Vie
         return b""
 
     group.vote(what, compare)
-
-
-def _hint(problems: Sequence[str]) -> str:
-    """What to do about a misfit that everybody meets once."""
-    if any(".state." in problem and problem.endswith("in the checkpoint, not in the state") for problem in problems):
-        return (
-            "\nThe state_dict() of a fresh optimizer has no place for the optimizer's state: put the optimizer itself into "
-            "the state, or use tierckpt.read() and optimizer.load_state_dict()"
-        )
-    return ""
 
 
 def _obstacle(name: str, place: Destination) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tierckpt.collector import paused_collector
-from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StoreError
+from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StateError, StoreError
 from tierckpt.format import names, values
 from tierckpt.format.boxes import whole
 from tierckpt.format.chain import CheckpointRef
@@ -39,6 +39,7 @@ from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.nodes import build_nodes, merge
 from tierckpt.state.spelling import dotted
 from tierckpt.state.view import View
+from tierckpt.telling import warn
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
 
@@ -105,6 +106,7 @@ def load(
     """
     began = time.perf_counter()
     fence.wait()  # what is filled here may still be being copied
+    _must_be_right(step, mapping)
     keys = [keys] if isinstance(keys, str) else keys
     group.agree(
         f"loading from {place.url}", step=step, strict=strict, cast=cast, fallback=fallback, staged=staged, run=run
@@ -201,7 +203,7 @@ class _Passed:
 
     def warn(self, place: Place) -> None:
         for line in self.lines:
-            warnings.warn(f"{place.url}: not restored: {line}", RuntimeWarning, stacklevel=4)
+            warn(f"{place.url}: not restored: {line}")
 
     def error(self, place: Place) -> Exception:
         damaged = all(isinstance(error, IntegrityError) for error in self.errors)
@@ -228,6 +230,7 @@ def read(
     run: str | None = None,
 ) -> Any:
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
+    _must_be_right(step, mapping)
     keys = [keys] if isinstance(keys, str) else keys
     group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
@@ -248,6 +251,14 @@ def read(
             passed.warn(place)
             return found
         raise passed.error(place)
+
+
+def _must_be_right(step: object, mapping: object) -> None:
+    """Arguments of other types than are taken would show as errors of something else."""
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        raise StateError(f"step={reprlib.repr(step)}: a step is an integer; without it the newest is taken")
+    if mapping is not None and not isinstance(mapping, NameMapping):
+        raise StateError(f"mapping={reprlib.repr(mapping)}: it takes a tierckpt.Mapping of rules")
 
 
 def _is_last(one: Candidate, tries: Sequence[Candidate], *, older: bool) -> bool:

@@ -66,10 +66,11 @@ class RemoteArena:
         self._asked = 0
         self._epoch = -1
         self._mapped: dict[int, _native.Buffer] = {}
-        #: Layouts that the agent has.
-        self._layouts: set[str] = set()
-        #: Which agent holds each sealed step.
+        #: The layout of what was sealed last, which the agent has.
+        self._layout = ""
+        #: Which agent holds each sealed step; and the tickets of those of which it was not told what becomes of them.
         self._sealed: dict[int, int] = {}
+        self._open: dict[int, _Ticket] = {}
         self._tickets: weakref.WeakSet[_Ticket] = weakref.WeakSet()
         #: What the agent could not be told while it did not answer.
         self._untold: list[tuple[str, int | None, dict[str, JSON]]] = []
@@ -146,7 +147,7 @@ class RemoteArena:
                 raise FencedError(fenced)
             self._epoch = self._client.epoch
             self._mapped.clear()
-            self._layouts.clear()
+            self._layout = ""
 
     def seal(self, step: int, slot: RemoteSlot | None, shard: Shard, *, due: bool, pinned: bool) -> None:
         """From here on this process may die. ``slot`` is None when this rank writes nothing."""
@@ -154,9 +155,11 @@ class RemoteArena:
             if slot is None:
                 self._must_know_agent()
         epoch = self._epoch if slot is None else slot.epoch
-        new = shard.layout_hash not in self._layouts
+        new = shard.layout_hash != self._layout
         descriptors = [document(shard.layout)] if new else []
         ticket = None if slot is None else slot._ticket
+        if new:
+            self._layout = ""  # until it is known that it has arrived
         try:
             self._client.request(
                 "seal",
@@ -178,33 +181,39 @@ class RemoteArena:
             for descriptor in descriptors:
                 os.close(descriptor)
         with self._lock:
-            self._layouts.add(shard.layout_hash)
+            self._layout = shard.layout_hash
             self._sealed[step] = epoch
             if slot is None:
                 return
+            if ticket is not None:
+                self._open[step] = ticket
             slot._arena = slot._ticket = None
             self.prepare(shard.size)
 
     def complete(self, step: int, due: bool) -> None:
         """All ranks have sealed ``step``; ``due``: it is to be written to the disk."""
         self._client.request("complete", (), 0.0, self._sealed.get(step), step=step, due=due)
+        self._open.pop(step, None)
 
     def settled(self, step: int, durable: bool) -> None:
         """Nothing more is to be written of ``step``."""
         self._tell("settled", self._sealed.pop(step, None), step=step, durable=durable)
+        self._open.pop(step, None)
 
     def drop(self, step: int) -> None:
         """The save of ``step`` has failed."""
         self._tell("drop", self._sealed.pop(step, None), step=step)
+        self._open.pop(step, None)
 
     def write(self, place: Place, title: Title, shard: Shard) -> bytes:
         """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`).
 
-        If it does not answer we do so: the bytes are the same, and what it had begun goes to a file that has no name any more.
+        If it does not answer, or has died, we do so: the bytes are the same, and what it had begun goes to a file that has no
+        name any more.
         """
         try:
             reply = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step)
-        except AgentSilentError:
+        except AgentLostError:
             return OwnWriter().write(place, title, shard)
         entry = reply.fields.get("entry")
         if type(entry) is not str:

@@ -161,7 +161,7 @@ class Staging:
         self._withdrawn = True
 
     def settle(self, ranks: Group, what: str, told: Sequence[bytes]) -> tuple[Shard, list[str]]:
-        """What to write, and a line for each replica that differs between ranks. Collective.
+        """What to write, and a line for each replica that differs between ranks, if that was not told before. Collective.
 
         Args:
             told: every rank's :meth:`ready`.
@@ -188,7 +188,7 @@ class Staging:
             lines = self._replicas.compare(ranks, what, self._sample, summaries)
         if lines and self._refuse:
             raise StateError(disagreement(lines))
-        return self._shard(self._plan, self._source), lines
+        return self._shard(self._plan, self._source), self._planner.untold(lines)
 
     def _must_have_staged(self) -> bytes:
         if self._failure is not None:

@@ -138,7 +138,7 @@ class Viewer:
             for number, rule in enumerate(rules):
                 if number not in self.used:
                     why = "".join(sorted({_why_nothing(text, written) for text in befores(rule)}))
-                    self.problem(f"rule {number} speaks of nothing in the checkpoint: {rule}{why}")
+                    self.problem(f"a rule speaks of nothing in the checkpoint: {rule}{why}")
         return view
 
     def _refuse_inside_values(self, leaves: Sequence[SavedNode]) -> None:

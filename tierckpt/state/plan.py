@@ -25,7 +25,7 @@ from tierckpt.state.description import Description, local_description, read
 from tierckpt.state.devices import HOST
 from tierckpt.state.layout import Described
 from tierckpt.state.rows import LocalRows, Part, Places, Wanted, parts
-from tierckpt.telling import ranks as in_words
+from tierckpt.telling import named
 
 if TYPE_CHECKING:
     from tierckpt import _native
@@ -127,7 +127,7 @@ class _Composer:
                 pieces = [row for row, cut in zip(held, cuts, strict=True) if isinstance(cut, tuple)]
                 others = [row for row in held if row not in pieces]
                 self.problems.append(
-                    f"{name}: ranks {self._ranks(pieces)} hold Pieces of it, ranks {self._ranks(others)} a "
+                    f"{name}: {self._ranks(pieces)} hold Pieces of it, {self._ranks(others)} a "
                     "tensor; use the same on all"
                 )
         return found
@@ -172,7 +172,7 @@ class _Composer:
         return found
 
     def _ranks(self, rows: Iterable[tuple[int, int]]) -> str:
-        return in_words(sorted(chain.from_iterable(self.groups[g] for g, _ in rows)))
+        return named(sorted(chain.from_iterable(self.groups[g] for g, _ in rows)))
 
     def _differ(self, name: str, held: list[tuple[int, int]]) -> bool:
         """Whether groups disagree on dtype or shape: a problem."""
@@ -181,7 +181,7 @@ class _Composer:
             kinds.setdefault((self.said[g].dtypes[i], self.said[g].shapes[i]), []).append((g, i))
         if len(kinds) == 1:
             return False
-        each = [f"{kind} {list(shape)} on ranks {self._ranks(rows)}" for (kind, shape), rows in kinds.items()]
+        each = [f"{kind} {list(shape)} on {self._ranks(rows)}" for (kind, shape), rows in kinds.items()]
         self.problems.append(f"{name}: {', but '.join(each)}")
         return True
 
@@ -223,14 +223,14 @@ class _Composer:
             boxes = self.said[g].cuts[i]
             assert isinstance(boxes, tuple)
             if len(set(boxes)) != len(boxes):
-                self.problems.append(f"{name}: ranks {self._ranks([(g, i)])} hold the same box twice")
+                self.problems.append(f"{name}: {self._ranks([(g, i)])} hold the same box twice")
             for box in boxes:
                 pieces.setdefault(box, []).extend(self.groups[g])
         # A rank that gave the same box twice counts once.
         offered = [(box, sorted(set(ranks))) for box, ranks in sorted(pieces.items())]
-        wrong = tiles(shape, [box for box, _ in offered], lambda p: f"ranks {in_words(offered[p][1])}")
+        wrong = tiles(shape, [box for box, _ in offered], lambda p: named(offered[p][1]))
         if wrong is not None:
-            self.problems.append(f"{name}: {wrong}; held by ranks {self._ranks(held)}")
+            self.problems.append(f"{name}: {wrong}; held by {self._ranks(held)}")
         self._offered.append(offered)
 
 
@@ -247,8 +247,8 @@ def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut |
         spanned = set(cut.mesh)
         if not spanned <= ranks:
             return (
-                f"it is cut over ranks {in_words(sorted(spanned))}, but of these ranks "
-                f"{in_words(sorted(spanned - ranks))} do not hold it, or not cut like that"
+                f"it is cut over {named(sorted(spanned))}, but of these "
+                f"{named(sorted(spanned - ranks))} do not hold it, or not cut like that"
             )
         if cut.order:
             stacks.setdefault((cut.mesh.shape, cut.placements, cut.order), []).append(cut)

@@ -127,6 +127,7 @@ class Planner:
         # The layouts that the ranks agreed on last, by their hashes.
         self._known: dict[str, Layout] = {}
         self._replicas: Replicas | None = None
+        self._told: set[str] = set()
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
         self._storages: set[str] = set()
@@ -199,6 +200,12 @@ class Planner:
         finally:
             with self._lock:
                 self._is_settling = False
+        return found
+
+    def untold(self, lines: Sequence[str]) -> list[str]:
+        """Those that were not told of an earlier save: what differs once as a rule differs in each."""
+        found = [line for line in lines if line not in self._told]
+        self._told.update(found)
         return found
 
     def _know(self, layout: Layout) -> None:

@@ -16,7 +16,6 @@ import random
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from tierckpt.errors import StoreError, TierckptError, UntrustedError
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, LinkSummary
 from tierckpt.format.keys import SigningKey, read_public, sync_folder
+from tierckpt.telling import warn
 
 if TYPE_CHECKING:
     from tierckpt.tiers.store import Store
@@ -58,11 +58,10 @@ def signing_key(run: str, given: str | os.PathLike[str] | SigningKey | None) -> 
     except (OSError, StoreError) as error:
         if os.path.exists(own):  # another process of this user was first
             return SigningKey.load(own)
-        warnings.warn(
+        warn(
             f"the signing key of run {run} cannot be kept in {own} ({error}); it lives in this process only, and the next "
             "start will sign with another one. Pass key= or set TIERCKPT_KEY to keep one key.",
-            TrustWarning,
-            stacklevel=2,
+            category=TrustWarning,
         )
     return key
 

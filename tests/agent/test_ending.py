@@ -1,0 +1,146 @@
+"""Agents that are told to end, and what of the trainers' work they must not take with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tierckpt
+from tests.agent.job import state
+from tests.agents import gone, status, statuses, tell, until
+from tests.harness import spawn
+from tierckpt import Checkpointer, Disk, Ram, SkippedError
+
+RARELY = Disk(every=1000)
+
+
+def obstacle(root: Path, step: int) -> Path:
+    """A step cannot be written until this is out of the way."""
+    path = root / f"g0001/s{step:012d}"
+    path.write_bytes(b"")
+    return path
+
+
+def told_to_end() -> int:
+    """The only agent, which has just been."""
+    pid: int = status()["pid"]
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: status()["ending"])
+    return pid
+
+
+def test_what_could_not_be_drained_at_a_good_end_stays_and_is_tried_again(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state(step)).wait("ram" if step else None)
+        blocked = obstacle(root, 2)
+        with pytest.warns(RuntimeWarning, match="the save of step 2 failed"):
+            ckpt.close()
+    assert [step["step"] for step in status()["generations"][0]["steps"]] == [2]
+    blocked.unlink()
+    until(lambda: tierckpt.steps(root) == [0, 2])
+    until(lambda: not statuses())
+
+
+def test_an_agent_that_is_told_to_end_takes_nothing_new(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk(every=10)]) as ckpt:
+        for step in range(2):
+            ckpt.save(step, state(step)).wait("ram" if step else None)
+        blocked = obstacle(root, 1)
+        pid = told_to_end()
+        with pytest.raises(SkippedError, match="agent"):
+            ckpt.save(2, state(2)).wait("ram")
+        due = ckpt.save(10, state(10))  # from the memory of this process
+        with pytest.raises(SkippedError, match="agent"):
+            due.wait("ram")
+        due.wait("disk")
+        blocked.unlink()
+        assert gone(pid)
+        ckpt.save(11, state(11)).wait("ram")
+        assert status()["pid"] != pid
+    assert set(tierckpt.steps(root)) - {1} == {0, 10, 11}
+    assert tierckpt.verify(root, every=True).ok
+
+
+def test_an_agent_that_is_told_to_end_writes_what_is_due_first(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        assert ckpt._ram_tier is not None
+        arena = ckpt._ram_tier.arena
+        write, pids = arena.write, list[int]()
+
+        def late(*arguments: Any) -> bytes:
+            pids.append(told_to_end())
+            arena.write = write  # type: ignore[method-assign]
+            return write(*arguments)
+
+        arena.write = late  # type: ignore[method-assign]
+        handle = ckpt.save(2, state(2))
+        handle.wait("ram")
+        handle.wait("disk")
+        assert gone(pids[0])
+        ckpt.save(3, state(3)).wait()
+    assert tierckpt.steps(root) == [1, 2, 3] and tierckpt.verify(root, every=True).ok
+
+
+def test_files_that_others_may_be_writing_are_not_cleaned_up(tmp_path: Path) -> None:
+    """After a failure a trainer looks for left-overs: an agent may be writing for the same generation."""
+    root = tmp_path / "s"
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state(0)).wait()
+        being_written = root / "g0001/s000000000011/shard-00000.safetensors"
+        being_written.parent.mkdir()
+        being_written.write_bytes(b"x")
+        ckpt._coordinator._littered = True
+        ckpt.save(1, state(1)).wait()
+        assert being_written.exists()
+
+
+def test_a_step_that_arrives_while_older_ones_are_sealed_drops_none(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=2)]) as ckpt:
+        handles = [ckpt.save(step, state(step)) for step in (0, 3, 2, 5, 4, 7, 6, 9, 8)]
+        ckpt.wait()
+        wrong = [handle.error for handle in handles if handle.error is not None]
+        assert all(isinstance(error, SkippedError) for error in wrong), wrong
+
+
+def _seals_more_than_the_other_node(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, run="r", tiers=[Ram(drain_deadline=3, idle=30), RARELY])
+    for step in range(4):
+        ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+    assert ckpt._ram_tier is not None
+    arena = ckpt._ram_tier.arena
+    until(lambda: arena._ahead is not None and arena._ahead._slot is not None)
+    if rank == 1:
+        (mine,) = (one["pid"] for one in statuses() if one["node"] == "b")
+        os.kill(mine, signal.SIGSTOP)
+        tell(Path(root).with_name("stopped"), str(mine))
+    dist.barrier()
+    ckpt.save(4, state(4, rank))
+    if rank == 0:
+
+        def sealed() -> bool:
+            with arena._client.request("held", root=root) as reply:
+                held: Any = reply.fields["snapshots"]
+                return any(one["step"] == 4 for one in held)
+
+        until(sealed)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_newest_step_that_all_nodes_have_is_drained(tmp_path: Path) -> None:
+    """Trainers may die when one node has sealed a step that another has not."""
+    root = tmp_path / "s"
+    spawn(_seals_more_than_the_other_node, 2, str(root), env=[{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}])
+    os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
+    until(lambda: tierckpt.steps(root)[-1:] in ([3], [4]))
+    assert tierckpt.verify(root, every=True).ok
