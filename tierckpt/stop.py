@@ -18,6 +18,7 @@ from tierckpt.config import STOP_SECONDS, STOP_SECONDS_PER_RANK
 from tierckpt.errors import LostContactError
 from tierckpt.group import Group
 from tierckpt.telling import warn
+from tierckpt.threads import Worker
 
 
 class Stop:
@@ -47,7 +48,7 @@ class Stop:
                 f"save_on_signal: {why}: this process will not notice them. Make the Checkpointer in the main thread, or send "
                 "the signal to another rank too",
             )
-        self._thread = threading.Thread(target=self._watch, name="tierckpt-stop", daemon=True)
+        self._thread = Worker(self._watch, "tierckpt-stop")
         self._thread.start()
 
     def _hear(self, number: int) -> None:
@@ -130,7 +131,7 @@ class Stop:
         """No call comes any more. Signals still end nothing, until :meth:`close`."""
         self._closed = True
         self.stop(failed=failed)
-        self._thread.join()
+        self._thread.finish()
 
     def close(self) -> None:
         """Signals do again what they did before."""

@@ -88,7 +88,7 @@ def test_one_that_is_told_to_end_as_soon_as_it_is_there_leaves_nothing(cli: Cli,
             process.kill()
             process.communicate()
         assert not list(folder.iterdir())
-        assert cli("status").lines == ["no agent of this user runs here"]
+        assert cli("status").lines == [f"no agent of this user runs here: there is no socket in {folder}"]
 
 
 def test_it_stays_when_its_trainers_are_done(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
 from tierckpt.agent.writing import OwnWriter, Shard, Title, Writer
-from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StoreError, TierckptError
+from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StepExistsError, StoreError, TierckptError
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.telling import by_rank, ranks, warn
+from tierckpt.threads import Worker
 
 _log = logging.getLogger("tierckpt")
 
@@ -216,7 +217,7 @@ class Drain:
         self.pending: list[Job] = []
         self.turn = threading.Condition()
         self._queue: queue.SimpleQueue[Job | Mark | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
 
     def put(self, job: Job | Mark) -> None:
         """Hand over a step."""
@@ -227,7 +228,7 @@ class Drain:
         if self._thread is None:
             # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends. One that the system refuses
             # is started with the next step, which finds this one still queued.
-            thread = threading.Thread(target=self._work, name="tierckpt-drain", daemon=True)
+            thread = Worker(self._work, "tierckpt-drain")
             thread.start()
             self._thread = thread
 
@@ -239,7 +240,7 @@ class Drain:
         """Finish what is queued."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.finish()
             self._thread = None
 
     def _work(self) -> None:
@@ -299,25 +300,38 @@ class Drain:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
             raise
         except BaseException as error:
-            told = json.loads(self._ranks.vote(what, lambda: self._look(job.step))[0])
-            if "manifest" in told:
-                # An agent that was told to end, say, has committed it on its own.
-                ready = Manifest.decode(told["manifest"].encode(), what=f"the manifest of step {job.step}")
-                return _info(ready, told["head"])
+            fenced, found = self._committed(job, what)
+            if found is not None:
+                return found
             # Every rank removes its own; nobody writes any more once the vote is over.
             self._coordinator.discard(job.step, self._ranks.rank)
             # A newer generation removes what older ones have not finished: then this is why.
-            if told["fenced"]:
-                raise FencedError(told["fenced"]) from error
+            if fenced:
+                raise FencedError(fenced) from error
             raise
         written = time.perf_counter()
-        told = self._commit(what, manifest, shard.layout, pinned=job.pinned)
+        try:
+            told = self._commit(what, manifest, shard.layout, pinned=job.pinned)
+        except StepExistsError:
+            found = self._committed(job, what)[1]
+            if found is None:
+                raise
+            return found
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
         head = told["head"]
         if told["problem"]:
             warn(told["problem"])
         return _info(manifest, head)
+
+    def _committed(self, job: Job, what: str) -> tuple[str, SaveInfo | None]:
+        """Why this process can commit nothing any more, if so; and the step, should somebody else have committed it: an agent
+        that was told to end, say. Collective."""
+        told = json.loads(self._ranks.vote(what, lambda: self._look(job.step))[0])
+        if "manifest" not in told:
+            return told["fenced"], None
+        ready = Manifest.decode(told["manifest"].encode(), what=f"the manifest of step {job.step}")
+        return "", _info(ready, told["head"])
 
     def _look(self, step: int) -> bytes:
         """What rank 0's chain says of a step that failed here."""

@@ -185,10 +185,10 @@ class Holdings:
                 if not room and self._give_up_durable(generation, rank):
                     continue
                 if not room and (not own or not self._may_free(generation, rank)):
-                    raise ArenaFullError(self._full(size))
+                    raise ArenaFullError(self._full(generation, size))
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise ArenaFullError(self._full(size) + (f" after {wait:g} s" if wait else ""))
+                    raise ArenaFullError(self._full(generation, size) + (f" after {wait:g} s" if wait else ""))
                 if gone():
                     raise ArenaFullError(f"rank {rank} died while it waited for a slot")
                 self.change.wait(min(left, _LOOK))
@@ -218,8 +218,8 @@ class Holdings:
         with self.change:
             return [slot.number for slot in generation.by_rank.get(rank, ())]
 
-    def _full(self, size: int) -> str:
-        lacks = self.memory.lacks(size) or f"the budget of the agent is {self.memory.budget:,}"
+    def _full(self, generation: Generation, size: int) -> str:
+        lacks = self.memory.lacks(size) or f"each rank has {generation.slots} slots, which are in use (Ram(slots=…))"
         return f"{capacity(size):,} bytes are needed, {self.memory.held:,} are held and {lacks}: no slot is free"
 
     def give_back(self, generation: Generation, rank: int, number: int, ticket: int) -> None:

@@ -16,6 +16,7 @@ from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
 from tierckpt.telling import named
+from tierckpt.threads import Worker
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -54,7 +55,7 @@ class Sealing:
         self._ranks, self._drain, self._slots = ranks, drain, slots
         self._complete, self._drop = complete, drop
         self._queue: queue.SimpleQueue[Job | Mark | Hastened | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
 
@@ -68,7 +69,7 @@ class Sealing:
         """Hand over a step that this rank has sealed, or the reason why not."""
         self._queue.put(job)
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="tierckpt-seal", daemon=True)
+            thread = Worker(self._work, "tierckpt-seal")
             thread.start()  # refused, it is tried again with the next step
             self._thread = thread
 
@@ -80,7 +81,7 @@ class Sealing:
         """Finish what is queued; the newest complete step if it is on no disk and not on its way there."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.finish()
             self._thread = None
         return self._only_here
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tierckpt import config
-from tierckpt.agent.client import Client
+from tierckpt.agent.client import AgentLostError, AgentSilentError, Client
 from tierckpt.agent.protocol import Message, read_document
 from tierckpt.errors import IntegrityError, StoreError, TierckptError
 from tierckpt.format import paths
@@ -163,14 +163,23 @@ def _ask(group: Group, client: Client, place: Place) -> bytes:
     if group.rank not in group.leaders:
         return b""
     try:
-        if not client.connect():
-            return b""
-        with client.request("held", root=place.url) as reply:
-            return json.dumps(reply.fields["snapshots"]).encode()
+        try:
+            return _held(client, place)
+        except AgentSilentError:
+            raise
+        except AgentLostError:
+            return _held(client, place)  # one that was just ending
     except TierckptError as error:
         # Memory is a nearer source, not the only one: what is wrong with it must not stop a restore.
         warn(f"the memory of node {client.node} is not looked at: {error}")
         return b""
+
+
+def _held(client: Client, place: Place) -> bytes:
+    if not client.connect():
+        return b""
+    with client.request("held", root=place.url) as reply:
+        return json.dumps(reply.fields["snapshots"]).encode()
 
 
 def _combine(group: Group, run: str, told: Sequence[bytes], found: Memories) -> None:

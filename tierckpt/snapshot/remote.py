@@ -16,6 +16,7 @@ from tierckpt.agent.writing import OwnWriter, Shard, Title
 from tierckpt.errors import FencedError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.snapshot.device import pin_ahead
+from tierckpt.threads import Worker
 from tierckpt.tiers.base import Place
 
 _log = logging.getLogger("tierckpt")
@@ -260,7 +261,7 @@ class _Ahead:
     def __init__(self, get: Callable[[], RemoteSlot]) -> None:
         self._get = get
         self._slot: RemoteSlot | None = None
-        self._thread = threading.Thread(target=self._run, name="tierckpt-slot", daemon=True)
+        self._thread = Worker(self._run, "tierckpt-slot")
         self._thread.start()
 
     def _run(self) -> None:
@@ -271,5 +272,5 @@ class _Ahead:
 
     def result(self) -> RemoteSlot | None:
         """The slot, once it is ready; None if there was none to be had."""
-        self._thread.join()
+        self._thread.finish()
         return self._slot
