@@ -21,6 +21,7 @@ class Worker(threading.Thread):
         try:
             self._work()
         finally:
+            del self._work  # which may refer to whoever owns this
             self._over.set()
 
     def finish(self) -> None:

@@ -23,7 +23,7 @@ def test_nothing_is_got_ready_while_somebody_waits(tmp_path: Path) -> None:
             found = []
             waits = threading.Thread(target=lambda: found.append(arena.acquire(4096, 30.0)))
             waits.start()
-            until(lambda: arena._asked)
+            until(lambda: arena._asking)
             arena.prepare(4096)
             assert arena._ahead is None
             held.release()

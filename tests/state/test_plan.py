@@ -391,9 +391,9 @@ def test_everything_that_does_not_fit_is_listed_at_once() -> None:
     assert "float16 [2] on rank 1" in lines["dtype"] and "float32 [2] on ranks 0, 2-3" in lines["dtype"]
     assert "[5:6]" in lines["hole"] and "no piece" in lines["hole"]
     assert "pieces" in lines["overlap"] and "ranks 0" in lines["overlap"]
-    assert "ranks 0 hold Pieces" in lines["both"] and "1-3" in lines["both"]
+    assert "Pieces on rank 0" in lines["both"] and "1-3" in lines["both"]
     assert "same box twice" in lines["twice"]
-    assert "ranks 0-3" in lines["mesh"] and "ranks 3 do not hold" in lines["mesh"]
+    assert "ranks 0-3" in lines["mesh"] and "not held, or not cut like that, by rank 3" in lines["mesh"]
 
 
 def test_a_dtype_that_cannot_be_stored_is_named() -> None:

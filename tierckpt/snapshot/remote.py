@@ -32,6 +32,10 @@ class _Ticket:
         self.number = next(self.numbers)
 
 
+class _Asking:
+    """Somebody asks for a slot, as long as this is there."""
+
+
 class RemoteSlot:
     """Memory of the agent that this process fills."""
 
@@ -64,7 +68,7 @@ class RemoteArena:
         # The next slot: to make and map a new one takes far longer than to fill it, and even to ask for one takes as long as
         # the rest of a save of a thousand tensors.
         self._ahead: _Ahead | None = None
-        self._asked = 0
+        self._asking: weakref.WeakSet[_Asking] = weakref.WeakSet()
         self._epoch = -1
         self._mapped: dict[int, _native.Buffer] = {}
         #: The layout of what was sealed last, which the agent has.
@@ -85,7 +89,7 @@ class RemoteArena:
         """Begin to make and map a slot of ``size`` bytes, for the next :meth:`acquire`."""
         with self._lock:
             # Whoever waits for a slot would not hear of one that was got ready meanwhile.
-            if self._ahead is None and not self._asked:
+            if self._ahead is None and not self._asking:
                 self._ahead = _Ahead(lambda: self._acquire(size, 0.0))
 
     def acquire(self, size: int, wait: float) -> RemoteSlot:
@@ -95,10 +99,11 @@ class RemoteArena:
             ArenaFullError: none became free, or the budget has no room for it.
             FencedError: a newer generation has begun.
         """
-        with self._lock:
-            ahead, self._ahead = self._ahead, None
-            self._asked += 1
+        asking = _Asking()
         try:
+            with self._lock:
+                ahead, self._ahead = self._ahead, None
+                self._asking.add(asking)
             slot = ahead.result() if ahead is not None else None
             if slot is not None:
                 if len(slot.buffer) >= size and self._client.connect() and slot.epoch == self._client.epoch:
@@ -113,7 +118,7 @@ class RemoteArena:
                 return self._acquire(size, wait)
         finally:
             with self._lock:
-                self._asked -= 1
+                self._asking.discard(asking)
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE

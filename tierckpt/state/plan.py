@@ -127,8 +127,7 @@ class _Composer:
                 pieces = [row for row, cut in zip(held, cuts, strict=True) if isinstance(cut, tuple)]
                 others = [row for row in held if row not in pieces]
                 self.problems.append(
-                    f"{name}: {self._ranks(pieces)} hold Pieces of it, {self._ranks(others)} a "
-                    "tensor; use the same on all"
+                    f"{name}: Pieces on {self._ranks(pieces)}, a tensor on {self._ranks(others)}; use the same on all"
                 )
         return found
 
@@ -223,7 +222,7 @@ class _Composer:
             boxes = self.said[g].cuts[i]
             assert isinstance(boxes, tuple)
             if len(set(boxes)) != len(boxes):
-                self.problems.append(f"{name}: {self._ranks([(g, i)])} hold the same box twice")
+                self.problems.append(f"{name}: the same box twice on {self._ranks([(g, i)])}")
             for box in boxes:
                 pieces.setdefault(box, []).extend(self.groups[g])
         # A rank that gave the same box twice counts once.
@@ -247,8 +246,8 @@ def _merge(cuts: list[tuple[int, Cut | None]], groups: list[list[int]]) -> Cut |
         spanned = set(cut.mesh)
         if not spanned <= ranks:
             return (
-                f"it is cut over {named(sorted(spanned))}, but of these "
-                f"{named(sorted(spanned - ranks))} do not hold it, or not cut like that"
+                f"it is cut over {named(sorted(spanned))}, but not held, or not cut like that, by "
+                f"{named(sorted(spanned - ranks))} of these"
             )
         if cut.order:
             stacks.setdefault((cut.mesh.shape, cut.placements, cut.order), []).append(cut)
