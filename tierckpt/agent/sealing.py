@@ -171,7 +171,7 @@ class Sealing:
         job.staged.withdraw()
         why = (
             f"step {job.step} is in no memory that outlives the trainers: the agent of {named(job.own)} does not "
-            "answer, has died, or has no room"
+            "answer, has died or was told to end, or has no room"
         )
         if not job.due:
             self._skip(job, ("ram",), why)
