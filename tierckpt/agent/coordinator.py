@@ -74,6 +74,8 @@ class Coordinator:
         self._layout = ""
         # Whether there may be something to clean up: a store is not searched after every save.
         self._littered = True
+        # Steps that have failed here, whose files may not all be gone.
+        self._given_up: set[tuple[int, int]] = set()
         # Retired checkpoints whose files are still there, and since when.
         self._waiting: deque[tuple[float, CheckpointRef]] = deque()
         self.roots = one_root(1)
@@ -303,6 +305,7 @@ class Coordinator:
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank before anything was published."""
         self._littered = True
+        self._given_up.add((self.generation, step))
         names = [paths.receipt(self.generation, step, rank), paths.shard(self.generation, step, rank)]
         try:
             self.place.remove(names)
@@ -315,6 +318,7 @@ class Coordinator:
         try:
             self.store.refresh()
             if (ref.generation, ref.step) not in self.store.chain.committed:
+                self._given_up.add((ref.generation, ref.step))
                 self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
         except TierckptError as error:
             warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}")
@@ -362,8 +366,10 @@ class Coordinator:
             self.place.remove(leftovers.in_order(i.name for i in self.place.list(folder) if leftovers.belongs(i.name)))
 
     def _collect(self, sparing: Iterable[tuple[int, int]], grace: float | None = None) -> None:
-        found = leftovers.find(self.store, grace=self._grace if grace is None else grace, sparing=sparing)
+        grace = self._grace if grace is None else grace
+        found = leftovers.find(self.store, grace=grace, sparing=sparing, given_up=self._given_up)
         self.place.remove(found.removable)
+        self._given_up.clear()
         self._littered = bool(found.underway)
         retired = self.store.chain.retired
         waiting = {leftovers.step_of(info.name) for info in found.waiting}

@@ -54,20 +54,23 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (not name.endswith(".json"), name))
 
 
-def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = ()) -> Leftovers:
+def find(
+    store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = (), given_up: Iterable[tuple[int, int]] = ()
+) -> Leftovers:
     """Look through the whole store.
 
     Args:
         grace: seconds since its retirement for which a checkpoint's files stay.
         sparing: (generation, step) that are being saved by this process.
+        given_up: those of which this process, which had them saved, knows that they have failed.
 
-    Saves of the newest generation count as under way while their files are younger than ten minutes: besides the trainers the
-    agents of their nodes write for it.
+    All other saves of the newest generation count as under way while their files are younger than ten minutes: besides the
+    trainers the agents of their nodes write for it.
     """
     chain, now = store.chain, time.time()
     live = {(ref.generation, ref.step) for ref in chain.live.values()}
     retired = {(ref.generation, ref.step): parse_time(gone.time).timestamp() for ref, gone in chain.retired.items()}
-    spared = set(sparing)
+    spared, failed = set(sparing), set(given_up)
     found = Leftovers()
     steps: dict[tuple[int, int], list[FileInfo]] = {}
     layouts: list[FileInfo] = []
@@ -88,7 +91,7 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = ())
         elif info.name != paths.STORE and paths.parse_link(info.name) is None:
             found.foreign.append(info)
     for folder in _empty(store.place, full):
-        if _abandoned(folder, chain.generation):
+        if _abandoned(folder, chain.generation, failed):
             found.dead.append(FileInfo(folder, 0, now, "folder"))
     kept = []
     for key, files in steps.items():
@@ -96,7 +99,7 @@ def find(store: Store, *, grace: float, sparing: Iterable[tuple[int, int]] = ())
             kept.append(key)
         elif key in retired:
             (found.retired if now - retired[key] >= grace else found.waiting).extend(files)
-        elif key[0] > chain.generation or (key[0] == chain.generation and _young(files, now)):
+        elif key[0] > chain.generation or (key[0] == chain.generation and key not in failed and _young(files, now)):
             found.underway.extend(files)
         else:
             found.dead.extend(files)
@@ -116,11 +119,11 @@ def _empty(place: Place, full: set[str]) -> Iterator[str]:
             yield from (step for step in steps if step not in full) if steps else (generation,)
 
 
-def _abandoned(folder: str, generation: int) -> bool:
+def _abandoned(folder: str, generation: int, failed: set[tuple[int, int]]) -> bool:
     """Whether an empty folder was made for a checkpoint that nobody saves any more."""
     step = paths.parse_step_dir(folder)
     made_by = step.generation if step is not None else paths.parse_generation_dir(folder)
-    return made_by is not None and made_by < generation
+    return made_by is not None and (made_by < generation or step in failed)
 
 
 def step_of(name: str) -> tuple[int, int] | None:
