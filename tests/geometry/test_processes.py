@@ -39,7 +39,7 @@ def job(form: Form, sizes: Sequence[int], save: Path | None = None, loads: Seque
     if form == PLAIN:
         wrong = [layers.save_and_load(0, *args)]
     else:
-        wrong = run_ranks(layers.save_and_load, layers.world_of(form), *args)
+        wrong = run_ranks(layers.save_and_load, layers.world_of(form), *args, timeout=150.0)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
 
 
