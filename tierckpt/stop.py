@@ -8,8 +8,9 @@ the same on all, and ``should_stop`` becomes True there.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ from tierckpt.config import STOP_SECONDS, STOP_SECONDS_PER_RANK
 from tierckpt.errors import LostContactError
 from tierckpt.group import Group
 from tierckpt.telling import warn
-from tierckpt.threads import Worker
+from tierckpt.threads import Condition, Worker
 
 
 class Stop:
@@ -32,8 +33,8 @@ class Stop:
     def __init__(self, ranks: Group, numbers: tuple[int, ...], hasten: Callable[[], None]) -> None:
         self._ranks, self._hasten = ranks, hasten
         self._pause = max(STOP_SECONDS, ranks.size * STOP_SECONDS_PER_RANK) if ranks.size > 1 else None
-        self._turn = threading.Condition()
-        self._news = threading.Event()
+        self._turn = Condition()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._heard: int | None = None
         self._leaving = _THERE
         self._held = self._hastened = self._closed = False
@@ -53,12 +54,12 @@ class Stop:
 
     def _hear(self, number: int) -> None:
         self._heard = number
-        self._news.set()
+        self._news.put(None)
 
     @contextmanager
     def call(self, *, saves: bool) -> Iterator[bool]:
         """Around every call of save() and restore(), which all ranks make alike; whether all ranks stop at this one."""
-        with self._turn:
+        with self._turn.lock:
             self._turn.wait_for(lambda: not self._held)
             self._begun += 1
             first = saves and not self.stops and self._at is not None and self._begun >= self._at
@@ -66,7 +67,7 @@ class Stop:
         try:
             yield first
         finally:
-            with self._turn:
+            with self._turn.lock:
                 self._ended += 1
                 self._hasten_in_time()
 
@@ -83,7 +84,7 @@ class Stop:
         except LostContactError:
             lost = True
         finally:
-            with self._turn:
+            with self._turn.lock:
                 self._held = False
                 self._turn.notify_all()
             if lost and not self._closed:
@@ -98,8 +99,8 @@ class Stop:
         Raises:
             LostContactError: a rank has died, or leaves after a failure.
         """
-        self._news.wait(self._pause)
-        self._news.clear()
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=self._pause)
 
         def mine() -> bytes:
             return json.dumps([self._heard is not None, self._leaving]).encode()
@@ -111,11 +112,11 @@ class Stop:
         if not any(heard for heard, _ in told):
             # Who closes has made the last of the calls that all make.
             return _DONE in leaving
-        with self._turn:
+        with self._turn.lock:
             self._held = True
             begun = self._begun
         words = self._ranks.vote("the stop", lambda: str(begun).encode())
-        with self._turn:
+        with self._turn.lock:
             self._at = max(map(int, words)) + 1
             self._hasten_in_time()
             self._held = False
@@ -125,7 +126,7 @@ class Stop:
     def stop(self, *, failed: bool = False) -> None:
         """Let the thread end with those of the other ranks; does not wait."""
         self._leaving = _FAILED if failed else _DONE
-        self._news.set()
+        self._news.put(None)
 
     def settle(self, *, failed: bool) -> None:
         """No call comes any more. Signals still end nothing, until :meth:`close`."""

@@ -20,6 +20,7 @@ from tierckpt.agent.runtime import Home
 from tierckpt.errors import IntegrityError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.telling import warn
+from tierckpt.threads import Signal
 
 
 class AgentLostError(StoreError):
@@ -84,7 +85,7 @@ class Client:
         #: Whether it did not answer; called when it does again.
         self.silent = False
         self.heard: Callable[[], object] = bool
-        self._closed = threading.Event()
+        self._closed = Signal()
         _clients.add(self)
 
     def connect(self) -> bool:
@@ -103,7 +104,7 @@ class Client:
             StoreError: the agent cannot be started, or does not answer.
         """
         self.close()
-        self._closed = threading.Event()
+        self._closed = Signal()
         self._joining = joining
         try:
             self._put(self._take())
@@ -148,8 +149,12 @@ class Client:
             raise
         except (EOFError, OSError) as error:
             self._lost(channel)
+            with self._lock:  # the others led to the same one
+                others, self._idle = self._idle, []
+            for other in others:
+                other.close()
             raise AgentLostError(
-                f"the agent of run {self.run} on node {self.node} died or did not answer ({op}: {error or 'end of connection'}); "
+                f"the agent of run {self.run} on node {self.node} died or did not answer ({op}: {str(error) or 'it hung up'}); "
                 "what it held and had not yet written is lost"
             ) from error
         except BaseException:
@@ -212,7 +217,7 @@ class Client:
         except RuntimeError:  # no thread is to be had: the next request asks again
             self.silent = False
 
-    def _listen(self, closed: threading.Event) -> None:
+    def _listen(self, closed: Signal) -> None:
         """Until it answers, or has died, so that the next request finds another one; or nobody needs it any more."""
         while not closed.is_set():
             try:

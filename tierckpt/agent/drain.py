@@ -11,7 +11,6 @@ import json
 import logging
 import operator
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StepE
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.telling import by_rank, ranks, warn
-from tierckpt.threads import Worker
+from tierckpt.threads import Condition, Signal, Worker
 
 _log = logging.getLogger("tierckpt")
 
@@ -75,7 +74,7 @@ class Mark:
     """
 
     call: int
-    passed: threading.Event = field(default_factory=threading.Event)
+    passed: Signal = field(default_factory=Signal)
 
     def meet(self, ranks: Ranks) -> None:
         """Meet the other ranks here."""
@@ -215,14 +214,14 @@ class Drain:
         #: Whether a queued step may be overtaken.
         self.overtakes = False
         self.pending: list[Job] = []
-        self.turn = threading.Condition()
+        self.turn = Condition()
         self._queue: queue.SimpleQueue[Job | Mark | None] = queue.SimpleQueue()
         self._thread: Worker | None = None
 
     def put(self, job: Job | Mark) -> None:
         """Hand over a step."""
         if isinstance(job, Job):
-            with self.turn:
+            with self.turn.lock:
                 self.pending.append(job)
         self._queue.put(job)
         if self._thread is None:
@@ -258,7 +257,7 @@ class Drain:
             del job
 
     def _end(self, job: Job, info: SaveInfo | None, error: BaseException | None) -> None:
-        with self.turn:
+        with self.turn.lock:
             self.pending = [other for other in self.pending if other is not job]
         try:
             job.release(info is not None)
@@ -267,7 +266,7 @@ class Drain:
 
     def _offer(self, job: Job) -> bool:
         """Whether the step is still to be written; the ranks decide, since some may know later that it is overtaken."""
-        with self.turn:
+        with self.turn.lock:
             self.turn.wait_for(lambda: not job.withheld)
             job.offered = True
             mine = b"" if not job.overtaken else b"overtaken"
@@ -275,7 +274,7 @@ class Drain:
 
     def overtake(self, job: Job, by: Job) -> None:
         """A newer step takes its place: every rank decides the same, before any has begun to write it."""
-        with self.turn:
+        with self.turn.lock:
             job.overtaken = True
             self.pending = [other for other in self.pending if other is not job]
         why = f"step {job.step} was overtaken by step {by.step} before its turn at tier 'disk' came"

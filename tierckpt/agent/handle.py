@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tierckpt.errors import SkippedError, StateError, TierckptError
+from tierckpt.threads import Signal
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Handle:
         #: Tiers that the step is at, and why it will never be at others.
         self._at: set[str] = set()
         self._skipped = {tier: f"step {step} is not due at tier {tier!r}" for tier in tiers if tier not in due}
-        self._change = threading.Condition()
-        self._staged, self._ended = threading.Event(), threading.Event()
+        self._staged, self._ended = Signal(), Signal()
+        # Whether it is known what becomes of it at each tier.
+        self._decided = {tier: Signal() for tier in self._tiers}
         self._began = time.perf_counter()
         #: Whether somebody has been told of the error.
         self._told = False
@@ -114,9 +115,8 @@ class Handle:
             tier = self._due[-1]
         self._must_be_ours(self._over(tier))
         self._lend()
-        with self._change:
-            if not self._change.wait_for(lambda: self._over(tier), timeout):
-                raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
+        if not (self._over(tier) or self._decided[tier].wait(timeout)):
+            raise TimeoutError(f"step {self.step}: not within {timeout:g} s")
         if tier in self._at:
             return self._info if tier == self._tiers[-1] else None
         if tier in self._skipped:
@@ -148,15 +148,13 @@ class Handle:
 
     def _reach(self, tier: str) -> None:
         """The step is at a tier of memory."""
-        with self._change:
-            self._at.add(tier)
-            self._change.notify_all()
+        self._at.add(tier)
+        self._decide([tier])
 
     def _skip(self, tier: str, why: str) -> None:
         """The step will never be at ``tier``."""
-        with self._change:
-            self._skipped.setdefault(tier, why)
-            self._change.notify_all()
+        self._skipped.setdefault(tier, why)
+        self._decide([tier])
 
     def _finish(self, info: SaveInfo | None, error: BaseException | None = None) -> None:
         """Nothing more happens: the step is at all tiers where it is due and was not skipped, or has failed."""
@@ -166,11 +164,15 @@ class Handle:
         self._owner, self._lend = None, _nothing
         self.timings["total"] = time.perf_counter() - self._began
         self._staged.set()
-        with self._change:
-            if error is None:
-                self._at.update(tier for tier in self._due if tier not in self._skipped)
-            self._ended.set()
-            self._change.notify_all()
+        if error is None:
+            self._at.update(tier for tier in self._due if tier not in self._skipped)
+        self._ended.set()
+        self._decide(self._tiers)
+
+    def _decide(self, tiers: Sequence[str]) -> None:
+        for tier in tiers:
+            if tier in self._decided:  # a run may be without this tier
+                self._decided[tier].set()
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from tierckpt.agent.client import AgentLostError, AgentSilentError
@@ -16,7 +15,7 @@ from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import SkippedError, TierckptError
 from tierckpt.telling import named
-from tierckpt.threads import Worker
+from tierckpt.threads import Signal, Worker
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -31,7 +30,7 @@ class Hastened:
     """
 
     def __init__(self) -> None:
-        self.taken = threading.Event()
+        self.taken = Signal()
         self.handle: Handle | None = None
 
 
@@ -191,7 +190,7 @@ class Sealing:
         if isinstance(job.staged, SkippedError):
             return _SKIPPED + str(job.staged).encode()
         said = job.ready()
-        with self._drain.turn:
+        with self._drain.turn.lock:
             short = job.seals and len(self._drain.pending) + 1 >= self._slots
         return (_SHORT if short else _ROOM) + said
 
@@ -200,7 +199,7 @@ class Sealing:
         drain = self._drain
         if not drain.overtakes or all(said[:1] != _SHORT for said in told):
             return
-        with drain.turn:
+        with drain.turn.lock:
             mine = [other for other in drain.pending if not other.offered and not other.pinned]
             for other in mine:
                 other.withheld = True
@@ -214,7 +213,7 @@ class Sealing:
                 job.due = True
                 drain.overtake(chosen, job)
         finally:
-            with drain.turn:
+            with drain.turn.lock:
                 for other in mine:
                     other.withheld = False
                 drain.turn.notify_all()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 from tierckpt import _native, machine
 from tierckpt.config import MEMORY_MARGIN
 from tierckpt.errors import ArenaFullError
 from tierckpt.snapshot.device import pin_ahead
+from tierckpt.threads import Condition
 
 _PAGE = 4096
 
@@ -65,7 +64,7 @@ class Arena:
         self.slots = slots
         self._free: list[_native.Buffer] = []
         self._held = 0
-        self._change = threading.Condition()
+        self._change = Condition()
         self._closed = False
 
     def acquire(self, size: int, timeout: float) -> Slot:
@@ -75,7 +74,7 @@ class Arena:
             ArenaFullError: none became free within ``timeout`` seconds, or the memory is not to be had.
         """
         capacity = -(-size // _PAGE) * _PAGE
-        with self._change:
+        with self._change.lock:
             if not self._change.wait_for(lambda: self._may_take(capacity), timeout):
                 raise ArenaFullError(
                     f"{size:,} bytes are needed, but the slots are still being drained after {timeout:g} s ({self._held} of "
@@ -123,7 +122,7 @@ class Arena:
         return self._held
 
     def _give_back(self, buffer: _native.Buffer | None) -> None:
-        with self._change:
+        with self._change.lock:
             self._held -= 1
             if buffer is not None and not self._closed:
                 self._free.append(buffer)
@@ -131,6 +130,6 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the free slots; those in use follow when they are released."""
-        with self._change:
+        with self._change.lock:
             self._closed = True
             self._free.clear()

@@ -28,6 +28,7 @@ from tierckpt.snapshot.device import Jobs
 from tierckpt.state import stepping
 from tierckpt.state.naming import readable
 from tierckpt.telling import warn
+from tierckpt.threads import Signal
 
 
 class Watch:
@@ -111,7 +112,7 @@ class Copy:
         # Those that are not done.
         self._left = set(self._tasks)
         self._judging, self._concluding, self._concluded = threading.RLock(), threading.RLock(), False
-        self._ended, self._judged, self._confirmed = threading.Event(), threading.Event(), threading.Event()
+        self._ended, self._judged, self._confirmed = Signal(), Signal(), Signal()
         self._saver, self._saver_native = threading.get_ident(), threading.get_native_id()
         self._pid = os.getpid()
         self._error: Exception | None = None

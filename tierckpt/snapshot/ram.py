@@ -181,11 +181,12 @@ class AgentMemory:
         """
         try:
             return self._tier.acquire(size, must=self._must)
-        except AgentSilentError as error:
+        except AgentLostError as error:
             self._here = True
+            why = "the agent does not answer" if isinstance(error, AgentSilentError) else str(error)
             if not self._due:
-                raise SkippedError("the agent does not answer") from error
-            return self._tier.acquire_here(size, "the agent does not answer", must=self._must)
+                raise SkippedError(why) from error
+            return self._tier.acquire_here(size, why, must=self._must)
         except ArenaFullError as error:
             if not self._due:
                 raise

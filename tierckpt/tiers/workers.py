@@ -14,6 +14,7 @@ from collections.abc import Callable
 from tierckpt import _native
 from tierckpt.config import CHUNKS_AHEAD, IO_THREADS, WRITES
 from tierckpt.format.digest import CHUNK
+from tierckpt.threads import Condition
 
 
 class Workers:
@@ -88,11 +89,11 @@ class Failure:
     """The first error of several threads, and the wait for all of them."""
 
     def __init__(self) -> None:
-        self.change = threading.Condition()
+        self.change = Condition()
         self.error: BaseException | None = None
 
     def set(self, error: BaseException) -> None:
-        with self.change:
+        with self.change.lock:
             self.error = self.error or error
 
     def wait(self, ended: Callable[[], bool]) -> None:
@@ -102,7 +103,7 @@ class Failure:
         """
         while True:
             try:
-                with self.change:
+                with self.change.lock:
                     self.change.wait_for(ended)
                 break
             except BaseException as error:
@@ -121,7 +122,7 @@ class _Job:
         failure = self._failure
         try:
             while True:
-                with failure.change:
+                with failure.change.lock:
                     index = self._next
                     if index >= self._items or failure.error is not None:
                         return
@@ -130,7 +131,7 @@ class _Job:
         except BaseException as error:
             failure.set(error)
         finally:
-            with failure.change:
+            with failure.change.lock:
                 self._ended += 1
                 failure.change.notify()
 
