@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierckpt import Checkpointer
 from tierckpt.agent.protocol import Channel
 from tierckpt.agent.runtime import homes
 
@@ -61,6 +62,20 @@ def kill(pid: int) -> None:
     """SIGKILL, and wait for it."""
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
+
+
+def at_the_next_write(ckpt: Checkpointer, act: Callable[[], object]) -> None:
+    """Have ``act`` done when the agent is next asked to write, before it is."""
+    assert ckpt._ram_tier is not None
+    arena = ckpt._ram_tier.arena
+    write = arena.write
+
+    def first(*arguments: Any) -> bytes:
+        arena.write = write  # type: ignore[method-assign]
+        act()
+        return write(*arguments)
+
+    arena.write = first  # type: ignore[method-assign]
 
 
 def end_all() -> None:

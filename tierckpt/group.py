@@ -20,7 +20,7 @@ from typing import Any
 from tierckpt import config, errors
 from tierckpt.config import ANSWER_SECONDS
 from tierckpt.errors import LostContactError, OutOfStepError, StateError, TierckptError
-from tierckpt.telling import by_rank, ranks, warn
+from tierckpt.telling import by_rank, named, warn
 
 #: Bytes in front of what a rank says in a vote: what tells the place from others, and the tag.
 _LABEL, _TAG = 8, 8
@@ -177,7 +177,7 @@ class Group:
             return "lost contact with another rank and with the rendezvous store, which could tell with which"
         if not gone:
             return "lost contact with another rank, although all of them are there"
-        return f"lost contact with rank{'s' if len(gone) > 1 else ''} {ranks(gone)}"
+        return f"lost contact with {named(gone)}"
 
     def _absent(self, ranks: range) -> list[int]:
         """Those that have not said that they are there, found by halving: few are missing as a rule."""
@@ -236,7 +236,7 @@ class Group:
         words = 1 + _LABEL + _TAG
         if other and not failed:
             raise StateError(
-                f"{what}: rank {ranks(other)} {'is' if len(other) == 1 else 'are'} in another call: all ranks must make "
+                f"{what}: {named(other)} {'is' if len(other) == 1 else 'are'} in another call: all ranks must make "
                 "the same calls in the same order"
             )
         if not other:
@@ -280,7 +280,7 @@ def _combined(what: str, failures: dict[int, bytes], mine: Exception | None) -> 
     kind = getattr(errors, kinds[0], TierckptError)
     same = len({text for _, text in told.values()}) == 1 and len(told) > 1
     if same:
-        lines = [f"ranks {ranks(sorted(told))}: {next(iter(told.values()))[1]}"]
+        lines = [f"{named(sorted(told))}: {next(iter(told.values()))[1]}"]
     else:
         lines = [f"rank {rank}: {text}" for rank, (_, text) in sorted(told.items())]
     error = kind(f"{what} failed: " + "; ".join(lines))

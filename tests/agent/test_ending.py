@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tierckpt
 from tests.agent.job import state
-from tests.agents import gone, status, statuses, tell, until
+from tests.agents import at_the_next_write, gone, status, statuses, tell, until
 from tests.harness import spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError
 
@@ -73,16 +73,8 @@ def test_an_agent_that_is_told_to_end_writes_what_is_due_first(tmp_path: Path) -
     root = tmp_path / "s"
     with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        assert ckpt._ram_tier is not None
-        arena = ckpt._ram_tier.arena
-        write, pids = arena.write, list[int]()
-
-        def late(*arguments: Any) -> bytes:
-            pids.append(told_to_end())
-            arena.write = write  # type: ignore[method-assign]
-            return write(*arguments)
-
-        arena.write = late  # type: ignore[method-assign]
+        pids: list[int] = []
+        at_the_next_write(ckpt, lambda: pids.append(told_to_end()))
         handle = ckpt.save(2, state(2))
         handle.wait("ram")
         handle.wait("disk")

@@ -21,7 +21,7 @@ import torch
 
 import tierckpt
 from tests.agent.job import state, values
-from tests.agents import gone, kill, status, statuses, tell, until
+from tests.agents import at_the_next_write, gone, kill, status, statuses, tell, until
 from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, FencedError, Ram
 from tierckpt.agent.runtime import runtime_folder
@@ -325,18 +325,15 @@ def test_a_step_that_is_due_gets_to_the_disk_though_its_agent_dies(tmp_path: Pat
     root = tmp_path / "s"
     with Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        assert ckpt._ram_tier is not None
-        remote = ckpt._ram_tier.arena
-        write = remote.write
+        killed: list[int] = []
 
-        def dies(*arguments: Any) -> bytes:
-            kill(status()["pid"])
-            return write(*arguments)
+        def dies() -> None:
+            killed.append(status()["pid"])
+            kill(killed[0])
 
-        ckpt._drain.writer = remote
-        remote.write = dies  # type: ignore[method-assign]
+        at_the_next_write(ckpt, dies)
         assert ckpt.save(2, state(2)).wait() is not None
-        remote.write = write  # type: ignore[method-assign]
+        assert killed
         assert ckpt.save(3, state(3)).wait() is not None
     assert tierckpt.steps(root) == [1, 2, 3] and tierckpt.verify(root).ok
 

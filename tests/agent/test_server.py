@@ -77,8 +77,8 @@ def take(client: Client, size: int = 5000, wait: int = 0) -> int:
     return number
 
 
-def seal(client: Client, step: int, slot: int | None, size: int = 5000) -> None:
-    descriptor = document(LAYOUT)
+def seal(client: Client, step: int, slot: int | None, size: int = 5000, layout: bytes = LAYOUT) -> None:
+    descriptor = document(layout)
     try:
         client.request(
             "seal",
@@ -89,7 +89,7 @@ def seal(client: Client, step: int, slot: int | None, size: int = 5000) -> None:
             size=size,
             header_size=4096 if size else 0,
             header_digest="0" * 64,
-            layout=HASH,
+            layout=derive("layout", layout).hex(),
             metadata=None,
             due=False,
             pinned=False,
@@ -560,25 +560,7 @@ def test_layouts_that_nothing_needs_any_more_are_forgotten(client: Client) -> No
     for step in (1, 2):
         seal(client, step, take(client))
         client.request("complete", step=step, due=False)
-    other = b"another layout"
-    descriptor = document(other)
-    try:
-        client.request(
-            "seal",
-            [descriptor],
-            step=3,
-            slot=take(client),
-            ticket=TICKET,
-            size=5000,
-            header_size=4096,
-            header_digest="0" * 64,
-            layout=derive("layout", other).hex(),
-            metadata=None,
-            due=False,
-            pinned=False,
-        )
-    finally:
-        os.close(descriptor)
+    seal(client, 3, take(client), layout=b"another layout")
     client.request("layout", hash=HASH).__exit__(None, None, None)  # step 2 has it
     client.request("complete", step=3, due=False)
 

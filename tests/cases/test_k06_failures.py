@@ -264,8 +264,7 @@ def _comes_late(rank: int, root: str, gate: str) -> str:
     vars(group)["ANSWER_SECONDS"] = 1.0
     tierckpt.save(sharded(1.0), root, 1, timeout=1.0)
     if rank == 1:
-        while not Path(gate).exists():
-            time.sleep(0.01)
+        until(Path(gate).exists)
     try:
         tierckpt.save(sharded(2.0), root, 2, timeout=1.0)
     except StoreError as error:

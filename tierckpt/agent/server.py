@@ -491,13 +491,18 @@ class Connection:
 
     def _settled(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.settle(self._own, self.rank, fields.integer("step"), durable=fields.boolean("durable"))
-        self.server.wake()
+        self._nothing_due()
         return {"ok": True}, []
 
     def _drop(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.drop(self._own, self.rank, fields.integer("step"))
-        self.server.wake()
+        self._nothing_due()
         return {"ok": True}, []
+
+    def _nothing_due(self) -> None:
+        """Of one step at least: an agent that is to end may be waiting for that."""
+        if self.server.ending:
+            self.server.wake()
 
     def _bye(self, fields: Fields, message: Message) -> Reply:
         """The last one to leave waits until what was to be drained is."""

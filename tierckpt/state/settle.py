@@ -12,7 +12,6 @@ with the same call of ``save``, one that none of them has made when they settle;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,13 +44,6 @@ class Offer:
 
     layout: str | None
     description: str
-
-    def encode(self) -> bytes:
-        return json.dumps([self.layout, self.description]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Offer:
-        return cls(*json.loads(data))
 
 
 def offer(description: bytes, layout: Layout | None) -> Offer:
