@@ -83,7 +83,7 @@ def _crossing(rank: int) -> str:
 
 def test_votes_that_cross_do_not_read_each_others_words() -> None:
     assert run_ranks(_crossing, 3) == [
-        "the work: rank 1-2 are in another call: all ranks must make the same calls in the same order",
+        "the work: ranks 1-2 are in another call: all ranks must make the same calls in the same order",
         "the work: rank 0 is in another call: all ranks must make the same calls in the same order",
         "the work: rank 0 is in another call: all ranks must make the same calls in the same order",
     ]
