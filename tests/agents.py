@@ -64,6 +64,13 @@ def kill(pid: int) -> None:
     assert gone(pid)
 
 
+def slot_ahead(ckpt: Checkpointer) -> None:
+    """Until the slot for the next save is there: what is done to the agent then is done under no request of this process."""
+    assert ckpt._ram_tier is not None
+    arena = ckpt._ram_tier.arena
+    until(lambda: arena._ahead is not None and arena._ahead._slot is not None)
+
+
 def at_the_next_write(ckpt: Checkpointer, act: Callable[[], object]) -> None:
     """Have ``act`` done when the agent is next asked to write, before it is."""
     assert ckpt._ram_tier is not None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tierckpt
 from tests.agent.job import state
-from tests.agents import at_the_next_write, gone, status, statuses, tell, until
+from tests.agents import at_the_next_write, gone, slot_ahead, status, statuses, tell, until
 from tests.harness import spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError
 
@@ -110,7 +110,7 @@ def _seals_more_than_the_other_node(rank: int, root: str) -> None:
         ckpt.save(step, state(step, rank)).wait("ram" if step else None)
     assert ckpt._ram_tier is not None
     arena = ckpt._ram_tier.arena
-    until(lambda: arena._ahead is not None and arena._ahead._slot is not None)
+    slot_ahead(ckpt)
     if rank == 1:
         (mine,) = (one["pid"] for one in statuses() if one["node"] == "b")
         os.kill(mine, signal.SIGSTOP)

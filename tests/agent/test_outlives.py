@@ -21,9 +21,9 @@ import torch
 
 import tierckpt
 from tests.agent.job import state, values
-from tests.agents import at_the_next_write, gone, kill, status, statuses, tell, until
+from tests.agents import at_the_next_write, gone, kill, slot_ahead, status, statuses, tell, until
 from tests.harness import run_ranks, spawn
-from tierckpt import Checkpointer, Disk, FencedError, Ram
+from tierckpt import Checkpointer, Disk, FencedError, Ram, SkippedError
 from tierckpt.agent.runtime import runtime_folder
 from tierckpt.snapshot.remote import RemoteArena
 
@@ -275,7 +275,7 @@ def test_without_an_agent_it_goes_on_as_with_agent_off(tmp_path: Path, monkeypat
         with pytest.warns(RuntimeWarning, match="do not outlive this process"):
             handle = ckpt.save(0, state(0))
         assert handle.wait() is not None
-        with pytest.raises(tierckpt.SkippedError, match="no agent"):
+        with pytest.raises(SkippedError, match="no agent"):
             handle.wait("ram")
         assert ckpt.save(1, state(1)).wait() is None
         assert ckpt.save(2, state(2)).wait() is not None
@@ -336,6 +336,50 @@ def test_a_step_that_is_due_gets_to_the_disk_though_its_agent_dies(tmp_path: Pat
         assert killed
         assert ckpt.save(3, state(3)).wait() is not None
     assert tierckpt.steps(root) == [1, 2, 3] and tierckpt.verify(root).ok
+
+
+@pytest.mark.parametrize("lacking", ["executable", "folder"])
+def test_a_dead_agent_that_cannot_be_replaced_costs_its_tier_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """A Python that was updated away, a runtime folder that was taken away with the user's last login."""
+    root, base = tmp_path / "s", Path(os.environ["XDG_RUNTIME_DIR"])
+    with Checkpointer(root, tiers=[Ram(), Disk(every=2)]) as ckpt:
+        ckpt.save(0, state(0)).wait()
+        slot_ahead(ckpt)
+        kill(status()["pid"])
+        with monkeypatch.context() as patched:
+            if lacking == "executable":
+                patched.setattr(sys, "executable", str(tmp_path / "nothing"))
+            else:
+                shutil.rmtree(base / "tierckpt")
+                (base / "tierckpt").write_text("")
+            with pytest.warns(RuntimeWarning, match="no agent keeps the steps of this rank") as told:
+                for step in range(1, 7):
+                    handle = ckpt.save(step, state(step))
+                    if step % 2 == 0:
+                        assert handle.wait() is not None
+                    else:
+                        with pytest.raises(SkippedError, match="was skipped"):
+                            handle.wait()
+            assert len([one for one in told if "no agent keeps" in str(one.message)]) == 1
+        if lacking == "folder":
+            (base / "tierckpt").unlink()
+        ckpt.save(7, state(7)).wait("ram")
+    assert tierckpt.steps(root) == [0, 2, 4, 6, 7] and tierckpt.verify(root, every=True).ok
+
+
+def test_a_signal_after_its_agent_has_died_saves_the_last_step_all_the_same(tmp_path: Path) -> None:
+    """The newest step was due nowhere but in memory; its trainer still has it."""
+    root = tmp_path / "s"
+    with Checkpointer(root, tiers=[Ram(), RARELY], save_on_signal=True) as ckpt:
+        ckpt.save(0, state(0)).wait()
+        ckpt.save(1, state(1)).wait("ram")
+        kill(status()["pid"])
+        ckpt._hasten()
+        ckpt.wait()
+        assert tierckpt.steps(root) == [0, 1]
+    assert tierckpt.verify(root, every=True).ok
 
 
 def test_nothing_is_left_after_the_idle_time(tmp_path: Path) -> None:
@@ -465,7 +509,7 @@ def test_a_step_that_waits_for_the_disk_is_overtaken_by_a_newer_one(tmp_path: Pa
         slow.go.set()
         assert handles[0].wait() is not None and handles[-1].wait() is not None
         for handle in handles[1:-1]:
-            with pytest.raises(tierckpt.SkippedError, match="overtaken by step"):
+            with pytest.raises(SkippedError, match="overtaken by step"):
                 handle.wait()
             assert handle.done("ram") and not handle.done("disk") and handle.error is None
     assert tierckpt.steps(root) == [0, 1, 7]
@@ -490,7 +534,7 @@ def test_skip_leaves_a_step_out(tmp_path: Path) -> None:
         assert slow.begun.wait(20)
         ckpt.save(2, state(2)).wait("ram")
         handle = ckpt.save(3, state(3))
-        with pytest.raises(tierckpt.SkippedError, match="no slot was free on rank 0"):
+        with pytest.raises(SkippedError, match="no slot was free on rank 0"):
             handle.wait("ram")
         slow.go.set()
     assert tierckpt.steps(tmp_path / "s") == [0, 1, 2]
@@ -520,7 +564,7 @@ def _over_budget(rank: int, root: str, slots: float) -> list[int]:
                 live["w"].fill_(step)
                 handle = ckpt.save(step, live)
                 if step % 3:
-                    with contextlib.suppress(tierckpt.ArenaFullError, tierckpt.SkippedError):
+                    with contextlib.suppress(tierckpt.ArenaFullError, SkippedError):
                         handle.wait("ram")
                     continue
                 handle.wait("disk")

@@ -237,10 +237,13 @@ def test_after_a_good_bye_nothing_is_left(client: Client) -> None:
 def test_a_dead_agent_is_noticed_and_replaced(client: Client) -> None:
     take(client)
     kill(status()["pid"])
-    with pytest.raises(AgentLostError, match="died and was replaced"):
+    with pytest.raises(AgentLostError, match="no agent of run run runs on node node"):
         client.request("complete", (), 0.0, client.epoch, step=1, due=False)
+    assert not statuses()  # a new one holds nothing that could be complete
     assert take(client)
     assert client.epoch == 2
+    with pytest.raises(AgentLostError, match="died and was replaced"):
+        client.request("complete", (), 0.0, 1, step=1, due=False)
 
 
 def stop(pid: int) -> None:
@@ -329,7 +332,7 @@ def test_what_was_given_up_before_it_was_begun_is_not_done(client: Client) -> No
     """A stopped agent finds requests when it goes on; what their senders have done since must not be undone."""
     slot = take(client)
     pid = status()["pid"]
-    other, channel = client._take(), client._take()
+    other, channel = client._take(start=False), client._take(start=False)
     client._put(other)  # the trainer lives
     stop(pid)
     channel.send({"op": "release", "slot": slot, "ticket": TICKET})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.agents import end_all, status, until
+from tests.agents import end_all, slot_ahead, status, until
 from tierckpt import Checkpointer, Disk, Ram
 
 
@@ -41,7 +41,7 @@ def test_the_next_slot_is_ready_before_it_is_asked_for(tmp_path: Path, monkeypat
                 ckpt.save(step, {"w": torch.zeros(1000)}).wait("ram")
             assert ckpt._ram_tier is not None
             arena = ckpt._ram_tier.arena
-            until(lambda: arena._ahead is not None and arena._ahead._slot is not None)
+            slot_ahead(ckpt)
             with monkeypatch.context() as patched:
                 patched.setattr(arena, "_acquire", None)  # nobody asks the agent
                 assert ckpt.save(6, {"w": torch.zeros(1000)})._staged.wait(30)

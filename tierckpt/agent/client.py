@@ -33,6 +33,8 @@ class AgentSilentError(AgentLostError):
 
 #: Requests that wait for a disk, or for digests.
 _LONG = frozenset({"bye", "carry", "fetch", "held", "write"})
+#: Requests for which an agent is started. Every other one is about what one holds: if there is none, none holds it.
+_STARTING = frozenset({"slot"})
 #: Seconds between two looks whether an agent that does not answer is still needed.
 _LOOK = 0.5
 
@@ -89,12 +91,40 @@ class Client:
         _clients.add(self)
 
     def connect(self) -> bool:
-        """Whether the agent is there; one that has died is started anew, where that is wanted."""
+        """Whether the agent is there; one that has died is started anew, where that is wanted.
+
+        Raises:
+            StoreError: it cannot be used, or not be started.
+        """
         try:
-            self._put(self._take())
-        except (_NoAgent, AgentSilentError):
+            self._put(self._take(start=True))
+        except (_NoAgentError, AgentSilentError):
             return False
         return True
+
+    def reach(self) -> None:
+        """Have an agent there; one that has died is started anew.
+
+        Raises:
+            AgentLostError: none can be.
+        """
+        self._put(self._reached(start=True))
+
+    def is_there(self, epoch: int) -> bool:
+        """Whether this agent is still the one that answers."""
+        try:
+            self._put(self._take(start=False))
+        except StoreError:
+            return False
+        return epoch == self.epoch
+
+    def _reached(self, *, start: bool, why: str = "") -> Channel:
+        try:
+            return self._take(start=start)
+        except AgentLostError:
+            raise
+        except StoreError as error:
+            raise AgentLostError(f"{error}{why}") from error
 
     def join(self, joining: Joining) -> None:
         """Take part in a generation, on connections from now on; those open before are closed.
@@ -106,10 +136,7 @@ class Client:
         self.close()
         self._closed = Signal()
         self._joining = joining
-        try:
-            self._put(self._take())
-        except _NoAgent as error:
-            raise StoreError(str(error)) from error
+        self._put(self._take(start=True))
 
     def request(
         self,
@@ -128,13 +155,12 @@ class Client:
 
         Raises:
             AgentSilentError: the agent does not answer.
-            AgentLostError: the agent has died; the next request goes to a new one.
+            AgentLostError: the agent has died, or none can be started; the next slot comes from a new one.
             TierckptError: the agent refuses.
         """
-        try:
-            channel = self._take()
-        except _NoAgent as error:
-            raise AgentLostError(str(error)) from error
+        starts = op in _STARTING
+        lost = "" if starts else f" ({op}); what one held and had not yet written is lost"
+        channel = self._reached(start=starts, why=lost)
         if epoch is not None and epoch != self.epoch:
             self._put(channel)
             raise AgentLostError(
@@ -242,7 +268,7 @@ class Client:
             self._busy.discard(channel)
             self._idle.append(channel)
 
-    def _take(self) -> Channel:
+    def _take(self, *, start: bool) -> Channel:
         if self.silent:
             raise AgentSilentError(self._silence)
         while True:
@@ -254,15 +280,15 @@ class Client:
             if not channel.ended:
                 return channel
             self._lost(channel)
-        channel = self._open()
+        channel = self._open(start and self._start)
         with self._lock:
             self._busy.add(channel)
         return channel
 
-    def _open(self) -> Channel:
+    def _open(self, start: bool) -> Channel:
         deadline = time.monotonic() + config.AGENT_START
         while True:
-            channel = self._reach(deadline)
+            channel = self._reach(start, deadline)
             try:
                 channel.sock.settimeout(self._patience)
                 return self._greet(channel)
@@ -274,24 +300,27 @@ class Client:
                 channel.close()
                 # One that was just ending takes no more connections: the next one will.
                 if time.monotonic() >= deadline:
-                    raise _NoAgent(f"the agent of run {self.run} does not answer: {error}") from error
+                    raise _NoAgentError(f"the agent of run {self.run} does not answer: {error}") from error
             except BaseException:
                 channel.close()
                 raise
 
-    def _reach(self, deadline: float) -> Channel:
-        home = Home.of(self.node, self.run, make=self._start)
+    def _reach(self, start: bool, deadline: float) -> Channel:
+        home = Home.of(self.node, self.run, make=start)
         sock = home.connect(self._timeout) if home is not None else None
         if sock is None:
-            if not self._start or home is None:
-                raise _NoAgent(f"no agent of run {self.run} runs on node {self.node}")
-            with home.locked(max(0.0, deadline - time.monotonic())):
-                sock = home.connect(self._timeout)
-                if sock is None:
-                    start(home, self.node, self.run)
+            if not start or home is None:
+                raise _NoAgentError(f"no agent of run {self.run} runs on node {self.node}")
+            try:
+                with home.locked(max(0.0, deadline - time.monotonic())):
+                    sock = home.connect(self._timeout)
+                    if sock is None:
+                        launch(home, self.node, self.run)
+            except OSError as error:
+                raise StoreError(f"the agent of run {self.run} cannot be started: {error}") from error
             sock = sock or home.connect(self._timeout)
             if sock is None:
-                raise _NoAgent(f"the agent of run {self.run} ended as soon as it was started: {home.last_words()}")
+                raise _NoAgentError(f"the agent of run {self.run} ended as soon as it was started: {home.last_words()}")
         channel = Channel(sock)
         if channel.user != os.getuid():
             channel.close()
@@ -382,8 +411,8 @@ class Client:
             raise AgentSilentError(self._silence)
 
 
-class _NoAgent(Exception):
-    """There is none, and none was to be started or could be."""
+class _NoAgentError(StoreError):
+    """There is none, and none was to be started or stayed."""
 
 
 def _ask(channel: Channel, fields: dict[str, JSON]) -> dict[str, JSON]:
@@ -393,46 +422,37 @@ def _ask(channel: Channel, fields: dict[str, JSON]) -> dict[str, JSON]:
         return message.fields
 
 
-def start(home: Home, node: str, run: str) -> None:
+def launch(home: Home, node: str, run: str) -> None:
     """Start an agent in a session of its own; its socket takes connections when this returns. Under the lock.
 
     Raises:
-        StoreError: it cannot be started.
+        OSError, StoreError: it cannot be started.
     """
-    listener = home.listen()
-    log = home.open_log()
     environment = dict(os.environ)
     # Its modules are where ours are, whatever made them so.
     environment["PYTHONPATH"] = os.pathsep.join(path for path in map(os.path.abspath, sys.path) if path)
     for name in ("PYTHONSTARTUP", "PYTHONINSPECT"):
         environment.pop(name, None)
-    command = [
-        sys.executable,
-        "-m",
-        "tierckpt.agent",
-        "--listener",
-        str(listener.fileno()),
-        "--folder",
-        str(home.folder),
-    ]
-    try:
-        process: Any = subprocess.Popen(
-            [*command, "--name", home.name, "--node", node, "--run", run],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=(listener.fileno(),),
-            start_new_session=True,
-            cwd="/",
-            env=environment,
-        )
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            home.socket.unlink()
-        raise StoreError(f"the agent of run {run} cannot be started: {error}") from error
-    finally:
-        os.close(log)
-        listener.close()
+    names = ["--folder", str(home.folder), "--name", home.name, "--node", node, "--run", run]
+    with contextlib.ExitStack() as opened:
+        log = home.open_log()
+        opened.callback(os.close, log)
+        listener = opened.enter_context(home.listen())
+        try:
+            process: Any = subprocess.Popen(
+                [sys.executable, "-m", "tierckpt.agent", "--listener", str(listener.fileno()), *names],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,
+                cwd="/",
+                env=environment,
+            )
+        except OSError:
+            with contextlib.suppress(OSError):
+                home.socket.unlink()
+            raise
     # It outlives us as a rule; should it end first, somebody must take note of it.
     threading.Thread(target=process.wait, name="tierckpt-agent-wait", daemon=True).start()
 

@@ -22,7 +22,7 @@ def runtime_folder(*, make: bool) -> Path | None:
     """The user's folder for sockets; None if it is not there and not to be made.
 
     Raises:
-        StoreError: somebody else's, or open to others.
+        StoreError: somebody else's, or open to others; or it cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
@@ -30,8 +30,11 @@ def runtime_folder(*, make: bool) -> Path | None:
     else:
         folder = Path(tempfile.gettempdir()) / f"tierckpt-{os.getuid()}"
     if make:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise StoreError(f"the folder for the sockets of agents cannot be made: {error}") from error
     try:
         info = folder.lstat()
     except FileNotFoundError:

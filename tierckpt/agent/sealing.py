@@ -9,7 +9,7 @@ import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.agent.client import AgentLostError, AgentSilentError
+from tierckpt.agent.client import AgentLostError
 from tierckpt.agent.drain import Drain, Job, Mark, Ranks, meet
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
@@ -110,8 +110,8 @@ class Sealing:
             wish.handle = again(job)
             try:
                 self._complete(job.step, True)  # else a newer one would replace it
-            except AgentSilentError:
-                job.own = [self._ranks.rank]
+            except AgentLostError:
+                job.own = [self._ranks.rank]  # the bytes are here as well
             except TierckptError as error:
                 job.error = error  # the other ranks drain it: so must this one, to where it can tell them
             self._drain.put(job)

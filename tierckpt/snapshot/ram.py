@@ -35,7 +35,7 @@ class RamTier:
         self.arena = RemoteArena(client, coordinator.fenced)
         # For one step at a time, while the agent does not answer.
         self._own = Arena(1)
-        self._warned = False
+        self._warned: set[type[TierckptError]] = set()
         client.heard = self._heard
         self.sealing = Sealing(channels, drain, slots=policy.slots, complete=self.arena.complete, drop=self.arena.drop)
 
@@ -90,7 +90,7 @@ class RamTier:
             ArenaFullError: no slot became free, or the budget has no room.
             SkippedError: no slot is free, and such steps are skipped.
             AgentSilentError: the agent does not answer.
-            AgentLostError: the agent died; the next save goes on with a new one.
+            AgentLostError: the agent died, and no new one can be started.
         """
         skips = self._policy.on_full == "skip" and not must
         try:
@@ -114,14 +114,17 @@ class RamTier:
                 raise
             raise SkippedError(f"{why}, and the step before is not on the disk yet,") from error
 
-    def warn_of_room(self, error: ArenaFullError) -> None:
-        """Once: the disk gets its steps, but memory does not hold what it is there for."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"the agent has no room for two steps of this rank: {error}; steps that are due on the disk go there from the "
-                "memory of this process, others fail"
-            )
+    def warn_of(self, why: ArenaFullError | AgentLostError) -> None:
+        """Once of each kind: the disk gets its steps, but memory does not hold what it is there for."""
+        if type(why) in self._warned:
+            return
+        self._warned.add(type(why))
+        if isinstance(why, ArenaFullError):
+            text = f"the agent has no room for two steps of this rank: {why}; steps that are due on the disk go there from the "
+            warn(f"{text}memory of this process, others fail")
+        elif not isinstance(why, AgentSilentError):  # of which its client tells
+            text = f"no agent keeps the steps of this rank: {why}; those that are due on the disk go there from the memory of "
+            warn(f"{text}this process, others are skipped. Each save tries again to start one")
 
     def _heard(self) -> None:
         """The agent answers again."""
@@ -183,6 +186,7 @@ class AgentMemory:
             return self._tier.acquire(size, must=self._must)
         except AgentLostError as error:
             self._here = True
+            self._tier.warn_of(error)
             why = "the agent does not answer" if isinstance(error, AgentSilentError) else str(error)
             if not self._due:
                 raise SkippedError(why) from error
@@ -191,7 +195,7 @@ class AgentMemory:
             if not self._due:
                 raise
             self._here = True
-            self._tier.warn_of_room(error)
+            self._tier.warn_of(error)
             return self._tier.acquire_here(size, "the agent has no room for it", must=self._must)
 
     def larger(self, size: int) -> RemoteSlot | None:

@@ -106,7 +106,7 @@ class RemoteArena:
                 self._asking.add(asking)
             slot = ahead.result() if ahead is not None else None
             if slot is not None:
-                if len(slot.buffer) >= size and self._client.connect() and slot.epoch == self._client.epoch:
+                if len(slot.buffer) >= size and self._client.is_there(slot.epoch):
                     return slot
                 slot.release()
             try:
@@ -157,8 +157,9 @@ class RemoteArena:
 
     def seal(self, step: int, slot: RemoteSlot | None, shard: Shard, *, due: bool, pinned: bool) -> None:
         """From here on this process may die. ``slot`` is None when this rank writes nothing."""
-        with self._lock:
-            if slot is None:
+        if slot is None:
+            self._client.reach()  # who writes nothing asks for no slot, and has a new agent started here
+            with self._lock:
                 self._must_know_agent()
         epoch = self._epoch if slot is None else slot.epoch
         new = shard.layout_hash != self._layout
