@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,52 @@ from tests.agent.job import state
 from tests.agents import at_the_next_write, gone, slot_ahead, status, statuses, tell, until
 from tests.harness import spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError
+from tierckpt.agent.runtime import Home
+from tierckpt.agent.server import Server
+from tierckpt.agent.snapshots import Generation
+from tierckpt.tiers.disk import DiskPlace
 
 RARELY = Disk(every=1000)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """An agent in this process, for what is a matter of moments."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        yield Server(Home(tmp_path, "x"), listener, node="n", run="r")
+
+
+def joined(server: Server, root: Path) -> Generation:
+    """A generation whose trainer is there."""
+    place = DiskPlace(str(root))
+    generation = Generation(1, {1: "b"}, 1, str(root), place, roots=1, slots=3, locals=frozenset({0}))
+    return server.holdings.join(generation, 0, "client", 1 << 20, None)
+
+
+def test_it_does_not_end_between_the_signal_and_the_look_at_what_is_to_be_drained(
+    server: Server, tmp_path: Path
+) -> None:
+    generation = joined(server, tmp_path)
+    assert server._left() is None
+    server._stopped(signal.SIGTERM, None)
+    server._deadline = 0.0
+    assert server._left() != 0.0
+    server.gone(generation)
+    until(lambda: server._left() == 0.0)
+    assert generation.settled
+
+
+def test_it_finishes_although_no_thread_is_to_be_had(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    generation = joined(server, tmp_path)
+    server.holdings.leave(generation, 0, bye=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    server.gone(generation)
+    assert generation.settled and not server._settling
 
 
 def obstacle(root: Path, step: int) -> Path:

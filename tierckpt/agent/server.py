@@ -33,7 +33,7 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 Reply = tuple[dict[str, JSON], list[int]]
 
-#: Seconds before the next attempt to take a connection, when the machine had no room for one.
+#: Seconds before the next attempt to take a connection, when the machine had no room for one; and the shortest wait.
 _PAUSE = 0.1
 
 
@@ -148,8 +148,9 @@ class Server:
             if any(connection.bye for connection in list(self._connections)):
                 return None
             if self.ending:
-                awaited = any(self._is_awaited(generation) for generation in self.holdings.generations.values())
-                return self._patience if awaited else 0.0
+                # It may have been told so, or have waited long enough, since it looked at what is to be drained.
+                seen_to = all(one.settled or one.fenced for one in self.holdings.generations.values())
+                return 0.0 if seen_to else max(self._patience, _PAUSE)
             left = float("inf") if self.stays else self.holdings.needed(self._idle)
         return None if left == float("inf") else left
 
@@ -164,7 +165,10 @@ class Server:
             if generation.fenced or generation.number in self._settling or generation.settled:
                 return
             self._settling.add(generation.number)
-        threading.Thread(target=self._settle, args=(generation,), name="tierckpt-orphans").start()
+        try:
+            threading.Thread(target=self._settle, args=(generation,), name="tierckpt-orphans").start()
+        except RuntimeError:  # no thread is to be had
+            self._settle(generation)
 
     def _settle(self, generation: Generation) -> None:
         """Until it is done, or nobody needs it any more: a full disk may be made larger, a node come back."""
