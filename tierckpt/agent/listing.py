@@ -12,6 +12,7 @@ from tierckpt.agent.runtime import homes
 from tierckpt.errors import TierckptError
 
 _ANSWER = 5.0  # seconds that an agent may take
+_KILLED = "no process listens: an agent was killed here; this is told until its run starts another or the file is removed"
 
 
 def agents(folder: Path | None = None) -> list[dict[str, Any]]:
@@ -29,7 +30,7 @@ def agents(folder: Path | None = None) -> list[dict[str, Any]]:
         try:
             sock = home.connect(_ANSWER)
             if sock is None:
-                told["problem"] = f"no process listens: an agent was killed here. {home.last_words()}".strip()
+                told["problem"] = f"{_KILLED}. {home.last_words()}".strip()
             else:
                 with contextlib.closing(Channel(sock)) as channel:
                     if channel.user != os.getuid():
