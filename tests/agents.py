@@ -64,11 +64,15 @@ def kill(pid: int) -> None:
     assert gone(pid)
 
 
-def slot_ahead(ckpt: Checkpointer) -> None:
-    """Until the slot for the next save is there: what is done to the agent then is done under no request of this process."""
+def slot_ahead(ckpt: Checkpointer) -> bool:
+    """Wait for the slot for the next save, so that what is done to the agent then is done under no request of this process.
+
+    Whether there is one: none is if the agent was still busy with those before.
+    """
     assert ckpt._ram_tier is not None
     arena = ckpt._ram_tier.arena
-    until(lambda: arena._ahead is not None and arena._ahead._slot is not None)
+    ahead = until(lambda: arena._ahead)
+    return ahead.result() is not None
 
 
 def at_the_next_write(ckpt: Checkpointer, act: Callable[[], object]) -> None:

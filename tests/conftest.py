@@ -33,6 +33,8 @@ REAL_STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     # At this moment pytest captures nothing; later the stacks would go down with the process.
     config.stash[REAL_STDERR] = os.dup(2)
+    # A shell has what it runs in the background ignore it; tests of interrupts send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -152,12 +152,12 @@ def test_a_step_that_arrives_while_older_ones_are_sealed_drops_none(tmp_path: Pa
 
 
 def _seals_more_than_the_other_node(rank: int, root: str) -> None:
-    ckpt = Checkpointer(root, run="r", tiers=[Ram(drain_deadline=3, idle=30), RARELY])
+    ckpt = Checkpointer(root, run="r", tiers=[Ram(drain_deadline=3, idle=30, slots=6), RARELY])
     for step in range(4):
         ckpt.save(step, state(step, rank)).wait("ram" if step else None)
     assert ckpt._ram_tier is not None
     arena = ckpt._ram_tier.arena
-    slot_ahead(ckpt)
+    assert slot_ahead(ckpt)
     if rank == 1:
         (mine,) = (one["pid"] for one in statuses() if one["node"] == "b")
         os.kill(mine, signal.SIGSTOP)
