@@ -352,6 +352,10 @@ class Checkpointer:
             raise raised.error from raised.error.__cause__
         except Exception as error:
             handle._finish(None, error)
+        except BaseException:
+            if not handle._handed_over:
+                handle._finish(None, StoreError(f"step {step}: the save was interrupted"))  # nobody else would
+            raise
         return handle
 
     def _snapshot(
@@ -417,6 +421,7 @@ class Checkpointer:
         else:
             job.handle._skip(Ram.name, "no agent could be started here")
             self._drain.put(job)
+        job.handle._handed_over = True
 
     def _meet(self) -> None:
         """Let all ranks give up what only some of them have handed over: those would wait for the others."""

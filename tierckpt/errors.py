@@ -45,6 +45,14 @@ class LostContactError(StoreError):
     """Another rank died or did not come in time. What it was about to do may or may not have happened."""
 
 
+class AgentLostError(StoreError):
+    """The agent has died, or was replaced: what it held is gone."""
+
+
+class AgentSilentError(AgentLostError):
+    """The agent is there but does not answer: it is stopped, or its memory is swapped out. It may come back with all it held."""
+
+
 class DeviceError(TierckptError):
     """A GPU refused a copy. The message says what its driver said."""
 
@@ -67,3 +75,15 @@ class SkippedError(TierckptError):
 
 class StepExistsError(TierckptError):
     """This generation has already saved this step."""
+
+
+def named_kind(name: object) -> type[TierckptError]:
+    """The class that has this name, as :func:`kind_of` gives it to other processes; `StoreError` if none has."""
+    found = globals().get(name) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, TierckptError) else StoreError
+
+
+def kind_of(error: BaseException) -> str:
+    """What another process is to raise for ``error``: its class, or the nearest one that stands here."""
+    names = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return next(names, StoreError.__name__ if isinstance(error, OSError) else TierckptError.__name__)

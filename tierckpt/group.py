@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from tierckpt import config, errors
+from tierckpt import config
 from tierckpt.config import ANSWER_SECONDS
-from tierckpt.errors import LostContactError, OutOfStepError, StateError, TierckptError
+from tierckpt.errors import LostContactError, OutOfStepError, StateError, TierckptError, kind_of, named_kind
 from tierckpt.telling import by_rank, named, warn
 
 #: Bytes in front of what a rank says in a vote: what tells the place from others, and the tag.
@@ -267,17 +267,16 @@ def _distributed() -> Any:
 
 def _error_to_json(error: Exception) -> bytes:
     text = str(error) or type(error).__name__
-    kind = type(error).__name__ if isinstance(error, TierckptError) else "TierckptError"
     if not isinstance(error, TierckptError):
         text = f"{type(error).__name__}: {text}"
-    return json.dumps([kind, text]).encode()
+    return json.dumps([kind_of(error), text]).encode()
 
 
 def _combined(what: str, failures: dict[int, bytes], mine: Exception | None) -> TierckptError:
     told = {rank: json.loads(data) for rank, data in failures.items()}
     kinds = [kind for kind, _ in told.values()]
     # A fault of the data outranks what other ranks suffered because of it; else the lowest rank speaks.
-    kind = getattr(errors, kinds[0], TierckptError)
+    kind = named_kind(kinds[0])
     same = len({text for _, text in told.values()}) == 1 and len(told) > 1
     if same:
         lines = [f"{named(sorted(told))}: {next(iter(told.values()))[1]}"]
@@ -285,5 +284,4 @@ def _combined(what: str, failures: dict[int, bytes], mine: Exception | None) -> 
         lines = [f"rank {rank}: {text}" for rank, (_, text) in sorted(told.items())]
     error = kind(f"{what} failed: " + "; ".join(lines))
     error.__cause__ = mine
-    assert isinstance(error, TierckptError)
     return error

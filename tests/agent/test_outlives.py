@@ -25,6 +25,7 @@ from tests.agents import at_the_next_write, gone, kill, slot_ahead, status, stat
 from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, FencedError, Ram, SkippedError
 from tierckpt.agent.runtime import runtime_folder
+from tierckpt.restore.held import Memories
 from tierckpt.snapshot.remote import RemoteArena
 
 RARELY = Disk(every=1000)
@@ -462,6 +463,42 @@ def test_load_and_read_look_into_memory_too(tmp_path: Path) -> None:
         # Reading has kept no slot.
         for step in range(4, 10):
             ckpt.save(step, state(step)).wait("ram", 20)
+
+
+def _all_on_the_disk(rank: int, root: str) -> None:
+    ckpt = Checkpointer(root, tiers=[Ram(), Disk()])
+    for step in range(3):
+        ckpt.save(step, state(step, rank)).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _restores_while_it_dies(rank: int, root: str, how: str, number: int) -> tuple[int, set[float]]:
+    asked = getattr(Memories, how)
+
+    def dies(self: Memories, *arguments: Any) -> Any:
+        if rank == 0:
+            for pid in [one["pid"] for one in statuses()]:
+                os.kill(pid, number)
+                assert gone(pid)
+        return asked(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched, Checkpointer(root, tiers=[Ram(), Disk()]) as ckpt:
+        patched.setattr(Memories, how, dies)
+        found = state(-1, rank)
+        info = ckpt.restore(found)
+        assert info is not None
+        return info.step, values(found, rank)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", ["layout", "_fetch"])
+def test_what_its_agent_takes_with_it_under_a_restore_is_read_from_the_disk(
+    tmp_path: Path, how: str, number: int
+) -> None:
+    root = tmp_path / "s"
+    spawn(_all_on_the_disk, 2, str(root))
+    assert run_ranks(_restores_while_it_dies, 2, str(root), how, int(number)) == [(2, {2.0})] * 2
 
 
 def test_what_is_damaged_in_memory_is_read_from_the_disk(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 from tests.agents import end_all, gone, kill, status, statuses, until
 from tierckpt import _native, config
-from tierckpt.agent.client import AgentLostError, AgentSilentError, Client, Joining
+from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
 from tierckpt.errors import (
+    AgentLostError,
+    AgentSilentError,
     ArenaFullError,
     FencedError,
     IncompleteError,

@@ -17,19 +17,10 @@ from typing import Any
 from tierckpt import config
 from tierckpt.agent.protocol import VERSION, Channel, Message, raise_refusal
 from tierckpt.agent.runtime import Home
-from tierckpt.errors import IntegrityError, StoreError, TierckptError
+from tierckpt.errors import AgentLostError, AgentSilentError, IntegrityError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.telling import warn
 from tierckpt.threads import Signal
-
-
-class AgentLostError(StoreError):
-    """The agent has died, or was replaced: what it held is gone."""
-
-
-class AgentSilentError(AgentLostError):
-    """The agent is there but does not answer: it is stopped, or its memory is swapped out. It may come back with all it held."""
-
 
 #: Requests that wait for a disk, or for digests.
 _LONG = frozenset({"bye", "carry", "fetch", "held", "write"})

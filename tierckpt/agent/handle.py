@@ -62,6 +62,8 @@ class Handle:
         self._told = False
         #: What whoever waits does first: the wait may be for what he is doing.
         self._lend: Callable[[], object] = _nothing
+        #: Whether another thread has it, and finishes it.
+        self._handed_over = False
         #: What must live until the save has ended.
         self._owner: object = None
         self._pid = os.getpid()

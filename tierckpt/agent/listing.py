@@ -12,7 +12,9 @@ from tierckpt.agent.runtime import homes
 from tierckpt.errors import TierckptError
 
 _ANSWER = 5.0  # seconds that an agent may take
-_KILLED = "no process listens: an agent was killed here; this is told until its run starts another or the file is removed"
+_KILLED = (
+    "no process listens: an agent was killed here; this is told until its run starts another or the file is removed"
+)
 
 
 def agents(folder: Path | None = None) -> list[dict[str, Any]]:

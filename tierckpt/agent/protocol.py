@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from tierckpt import errors
-from tierckpt.errors import IntegrityError, StoreError, TierckptError
+from tierckpt.errors import IntegrityError, StoreError, TierckptError, kind_of, named_kind
 from tierckpt.format import canonical
 from tierckpt.format.canonical import JSON, Fields
 
@@ -185,7 +184,7 @@ def refusal(error: Exception) -> dict[str, JSON]:
     """The reply that says why not."""
     text = str(error) or type(error).__name__
     if isinstance(error, TierckptError):
-        return {"error": [type(error).__name__, _sendable(text)]}
+        return {"error": [kind_of(error), _sendable(text)]}
     return {"error": ["StoreError", _sendable(f"the agent failed: {type(error).__name__}: {text}")]}
 
 
@@ -196,10 +195,7 @@ def raise_refusal(fields: dict[str, JSON]) -> None:
         return
     if type(said) is not list or len(said) != 2 or not all(type(part) is str for part in said):
         raise IntegrityError(f"{_WHAT}: a refusal without a reason")
-    kind = getattr(errors, str(said[0]), None)
-    if not isinstance(kind, type) or not issubclass(kind, TierckptError):
-        kind = StoreError
-    raise kind(said[1])
+    raise named_kind(said[0])(said[1])
 
 
 def _sendable(text: str) -> str:

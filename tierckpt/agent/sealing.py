@@ -9,11 +9,10 @@ import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.agent.client import AgentLostError
 from tierckpt.agent.drain import Drain, Job, Mark, Ranks, meet
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
-from tierckpt.errors import SkippedError, TierckptError
+from tierckpt.errors import AgentLostError, SkippedError, TierckptError
 from tierckpt.telling import named
 from tierckpt.threads import Signal, Worker
 

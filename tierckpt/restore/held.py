@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from tierckpt import config
-from tierckpt.agent.client import AgentLostError, AgentSilentError, Client
+from tierckpt.agent.client import Client
 from tierckpt.agent.protocol import Message, read_document
-from tierckpt.errors import IntegrityError, StoreError, TierckptError
+from tierckpt.errors import AgentLostError, AgentSilentError, IntegrityError, StoreError, TierckptError
 from tierckpt.format import paths
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.manifest import Manifest, ShardRef

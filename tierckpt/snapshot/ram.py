@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from tierckpt import config
-from tierckpt.agent.client import AgentLostError, AgentSilentError, Client, Joining
+from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job
 from tierckpt.agent.sealing import Sealing
 from tierckpt.agent.writing import Shard
 from tierckpt.config import Ram
-from tierckpt.errors import ArenaFullError, FencedError, SkippedError, TierckptError
+from tierckpt.errors import AgentLostError, AgentSilentError, ArenaFullError, FencedError, SkippedError, TierckptError
 from tierckpt.group import Group
 from tierckpt.snapshot.arena import Arena, Slot
 from tierckpt.snapshot.remote import RemoteArena, RemoteSlot

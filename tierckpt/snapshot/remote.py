@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable
 
 from tierckpt import _native, config
-from tierckpt.agent.client import AgentLostError, AgentSilentError, Client
+from tierckpt.agent.client import Client
 from tierckpt.agent.protocol import document
 from tierckpt.agent.writing import OwnWriter, Shard, Title
-from tierckpt.errors import FencedError, StoreError, TierckptError
+from tierckpt.errors import AgentLostError, AgentSilentError, FencedError, StoreError, TierckptError
 from tierckpt.format.canonical import JSON
 from tierckpt.snapshot.device import pin_ahead
 from tierckpt.threads import Worker
