@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "buffer.h"
+#include "compare.h"
 #include "copy.h"
 #include "device.h"
 #include "fingerprints.h"
@@ -115,6 +116,33 @@ void py_scatter(const Table& table, const py::object& pointers, int64_t lo, int6
   const View memory(src, PyBUF_SIMPLE);
   check_copy(table, words, lo, hi, memory, threads);
   without_gil([&] { scatter(table, words.data(), lo, hi, memory.data(), threads, stream); });
+}
+
+std::vector<uint32_t> py_differing(const Table& table, const py::object& pointers, const py::object& shard,
+                                   int64_t every, uint64_t phase) {
+  const Words words(pointers, "pointers");
+  const View memory(shard, PyBUF_SIMPLE);
+  check_pointers(table, words);
+  if (memory.size() < static_cast<size_t>(table.span().second))
+    throw py::value_error("the boxes reach to byte " + std::to_string(table.span().second) +
+                          ", the buffer has " + std::to_string(memory.size()));
+  if (every <= 0) throw py::value_error("every must be positive");
+  return without_gil([&] { return differing(table, words.data(), memory.data(), every, phase); });
+}
+
+std::unique_ptr<Samples> make_samples(const Table& table, const py::object& pointers, size_t count,
+                                      uint64_t phase) {
+  const Words words(pointers, "pointers");
+  check_pointers(table, words);
+  return without_gil([&] { return std::make_unique<Samples>(table, words.data(), count, phase); });
+}
+
+std::vector<uint32_t> samples_differing(const Samples& samples, const py::object& shard) {
+  const View memory(shard, PyBUF_SIMPLE);
+  if (memory.size() < static_cast<size_t>(samples.end()))
+    throw py::value_error("the samples reach to byte " + std::to_string(samples.end()) + ", the buffer has " +
+                          std::to_string(memory.size()));
+  return without_gil([&] { return samples.differing(memory.data()); });
 }
 
 std::unique_ptr<Buffer> make_buffer(py::ssize_t nbytes, bool populated) {
@@ -273,7 +301,12 @@ PYBIND11_MODULE(_native, m) {
            "stream"_a = py::none(),
            "Copy what lies in the range [lo, hi) of the shard from the tensors into `dst`.")
       .def("scatter", &py_scatter, "pointers"_a, "lo"_a, "hi"_a, "src"_a, "threads"_a = 1, py::kw_only(),
-           "stream"_a = py::none(), "Copy the range [lo, hi) of the shard from `src` to the tensors.");
+           "stream"_a = py::none(), "Copy the range [lo, hi) of the shard from `src` to the tensors.")
+      .def("differing", &py_differing, "pointers"_a, "shard"_a, "every"_a, "phase"_a,
+           "Boxes of which a sample is not as it was copied to `shard`.");
+  py::class_<Samples>(m, "Samples", py::is_final(), "Some lines of the tensors of a table as they were.")
+      .def(py::init(&make_samples), "table"_a, "pointers"_a, "count"_a, "phase"_a)
+      .def("differing", &samples_differing, "shard"_a, "Boxes of which a line was another than `shard` has.");
 
   m.attr("DEVICE_LOOPS") = kDeviceLoops;
   py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);

@@ -144,6 +144,38 @@ class CopyTable:
         Where several elements of boxes are the same memory, one of them wins.
         """
 
+    def differing(self, pointers: _Readable, shard: _Readable, every: int, phase: int) -> list[int]:
+        """The boxes, by their numbers, of which a sample is not as it was gathered: who wrote to them?
+
+        Of each box the last 64 bytes and 64 of every ``every`` are compared, at most what is contiguous there.
+
+        Args:
+            pointers: as in `gather`.
+            shard: where the boxes were gathered to; its first byte is byte 0 of the shard.
+            phase: which bytes are looked at; of another 64-bit number they are others.
+
+        Raises:
+            ValueError: a buffer too small, a wrong number, or a null pointer.
+        """
+
+@final
+class Samples:
+    """Some lines of 64 bytes of the tensors of a table, as they were when this was made."""
+
+    def __init__(self, table: CopyTable, pointers: _Readable, count: int, phase: int) -> None:
+        """Take ``count`` lines, of boxes that ``phase`` chooses.
+
+        Raises:
+            ValueError: a wrong number, or a null pointer.
+        """
+
+    def differing(self, shard: _Readable) -> list[int]:
+        """The boxes, by their numbers, of which a line was another than ``shard``, where they were gathered to, has now.
+
+        Raises:
+            ValueError: a buffer too small.
+        """
+
 @final
 class Recall:
     """What a live state looked like, container by container. Immutable; any number of threads may use one at once.

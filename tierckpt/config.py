@@ -22,6 +22,10 @@ CHUNKS_AHEAD = 2 * WRITES
 COPY_THREADS = max(1, min(4, len(os.sched_getaffinity(0))))
 #: Bytes that a thread copies at once while training goes on; whoever waits at the fence takes turns with it.
 COPY_BLOCK = 16 << 20
+#: Of so many bytes 64 are compared after a copy with where they were copied from.
+COMPARE_EVERY = 64 << 10
+#: Lines of 64 bytes that are remembered when a save returns, and compared after the copy.
+COMPARE_LINES = 1024
 #: Seconds between two looks at whether the thread that saved has gone on to another instruction.
 CONFIRM_SECONDS = 0.002
 #: Seconds without using a core after which the thread that saved waits for something, and is inside of no kernel that writes.

@@ -652,6 +652,9 @@ def test_nothing_grows_over_many_saves(tmp_path: Path) -> None:
         for first in (300, 600, 900):
             run(first, first + 300)
             seen.append((_numbers(agent), _numbers(mine)))
+        assert ckpt._ram_tier is not None
+        arena = ckpt._ram_tier.arena
+        assert max(map(len, (arena._sealed, arena._open, arena._tickets, arena._mapped, arena._untold))) < 10
     for each in zip(*seen, strict=True):  # of the agent, and of the trainer
         files, threads, memory = zip(*each, strict=True)
         assert max(files) <= files[0] + 2 and max(threads) <= threads[0] + 2, each

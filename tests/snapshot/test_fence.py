@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ class Gate:
         self.open = threading.Event()
         self.arrived = threading.Event()
         self.threads: set[str] = set()
-        copy, mine = fence.Copy._copy, threading.current_thread()
+        copy, mine = fence.Late._copy, threading.current_thread()
 
-        def gated(self_: fence.Copy, lo: int, hi: int) -> None:
+        def gated(self_: fence.Late, lo: int, hi: int) -> None:
             self.threads.add(threading.current_thread().name)
             if threading.current_thread() is not mine:
                 self.arrived.set()
@@ -46,7 +46,7 @@ class Gate:
                 self.open.set()
             copy(self_, lo, hi)
 
-        monkeypatch.setattr(fence.Copy, "_copy", gated)
+        monkeypatch.setattr(fence.Late, "_copy", gated)
         monkeypatch.setattr(fence, "COPY_BLOCK", 64)
 
 
@@ -143,6 +143,54 @@ def test_changes_that_bump_no_version_are_found(tmp_path: Path, gate: Gate, how:
     with pytest.raises(TornSnapshotError):
         handle.wait()
     ckpt.close()
+
+
+def _through_data(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.add_(1)
+
+
+def _through_numpy(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.detach().numpy()[:] += 1
+
+
+@pytest.mark.parametrize("write", [_through_data, _through_numpy])
+@pytest.mark.parametrize("when", ["before", "between", "between, and back", "after"])
+def test_writes_that_tell_of_nothing_are_found_in_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[list[torch.nn.Parameter]], None], when: str
+) -> None:
+    """Averaged weights that take the place of the model's for an evaluation, say."""
+    copies: list[fence.Copy] = []
+    monkeypatch.setattr(fence, "_copiers", lambda: type("", (), {"put": lambda self, copy: copies.append(copy)})())
+    monkeypatch.setattr(fence, "COPY_BLOCK", 1 << 12)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        (copy,) = copies
+        before = [parameter.detach().clone() for parameter in parameters]
+        if when == "before":
+            write(parameters)
+        elif when != "after":
+            write(parameters[:4])
+            for task in [copy._tasks.popleft() for _ in range(len(copy._tasks) // 2)]:
+                task()
+                copy._left.discard(task)
+            if when == "between":
+                write(parameters[4:])
+            else:
+                for parameter, value in zip(parameters, before, strict=True):
+                    parameter.data.copy_(value)
+        copy.work()
+        if when == "after":
+            write(parameters)
+        copy.confirm()
+        with pytest.raises(TornSnapshotError, match=r"model\.\d\.(weight|bias).*: changed while being copied"):
+            handle.wait()
+    assert not tierckpt.steps(tmp_path / "s")
 
 
 @pytest.mark.parametrize("saves", [1, 2])
@@ -292,7 +340,8 @@ def test_an_interrupt_at_the_fence_loses_nothing(tmp_path: Path, gate: Gate, mon
         handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
         gate.arrived.wait()
         (copy,) = fence._active
-        gather, mine, calls = copy._copy, threading.current_thread(), []
+        assert copy._late is not None
+        gather, mine, calls = copy._late._copy, threading.current_thread(), []
 
         def interrupted(lo: int, hi: int) -> None:
             if threading.current_thread() is mine and not calls:

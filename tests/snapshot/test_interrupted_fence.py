@@ -68,7 +68,7 @@ def test_an_interrupt_anywhere_at_the_fence_lets_nobody_wait(monkeypatch: pytest
         monkeypatch.setattr(fence, "_copiers", lambda copiers=copiers: copiers)
         tasks = [partial(did.append, k) for k in range(3)]
         watch = fence.Watch(lambda: ["changed"], ())
-        copy = fence.Copy(None, None, memoryview(b""), watch, tasks, (), ended.set, Jobs())
+        copy = fence.Copy(None, watch, tasks, (), ended.set, Jobs())
         copy.start()
         more = _interrupted(number, fence.wait)
         thread = threading.Thread(target=lambda copy=copy: (copy.work(), copy.confirm()), daemon=True)

@@ -35,25 +35,25 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self._copy = fence.Copy._copy
+        self._copy = fence.Late._copy
 
     def __enter__(self) -> Gate:
         gate, copy_ = self, self._copy
 
-        def gated(self_: fence.Copy, lo: int, hi: int) -> None:
+        def gated(self_: fence.Late, lo: int, hi: int) -> None:
             if threading.current_thread().name == "tierckpt-copy":
                 gate.open.wait()
             else:
                 gate.open.set()
             copy_(self_, lo, hi)
 
-        fence.Copy._copy = gated  # type: ignore[method-assign]
+        fence.Late._copy = gated  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open.set()
         fence.wait()
-        fence.Copy._copy = self._copy  # type: ignore[method-assign]
+        fence.Late._copy = self._copy  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

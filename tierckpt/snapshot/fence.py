@@ -8,11 +8,13 @@ snapshot that may be torn is discarded.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import sys
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierckpt import _native
-from tierckpt.config import ASLEEP_SECONDS, CONFIRM_SECONDS, COPY_BLOCK, KERNEL_SECONDS
+from tierckpt.config import ASLEEP_SECONDS, COMPARE_EVERY, COMPARE_LINES, CONFIRM_SECONDS, COPY_BLOCK, KERNEL_SECONDS
 from tierckpt.errors import TornSnapshotError
 from tierckpt.snapshot.device import Jobs
 from tierckpt.state import stepping
@@ -34,7 +36,7 @@ from tierckpt.threads import Signal
 class Watch:
     """What tells that tensors were changed: version counters, addresses, and the step counts of optimizers.
 
-    Fused optimizers and writes through ``.data`` bump no version; step counts find the former.
+    Fused optimizers and writes through ``.data`` bump no version; step counts find the former, :class:`Late` the latter.
 
     Args:
         changed: the names of tensors of which version or address are not as they were.
@@ -70,6 +72,42 @@ class Versions:
         return [name for (name, _), before, now in rows if before != now]
 
 
+class Late:
+    """What is copied late at the host: from where, and where to.
+
+    Args:
+        table, pointers: where it lies in the shard and in memory.
+        into: the slot's bytes.
+        names: of the tensors, in the table's order; asked for when one has changed.
+    """
+
+    _phases = itertools.count(1)
+
+    def __init__(
+        self, table: _native.CopyTable, pointers: array[int], into: memoryview, names: Callable[[], Sequence[str]]
+    ) -> None:
+        self._table, self._pointers, self._into, self._names = table, pointers, into, names
+        self._before = _native.Samples(table, pointers, COMPARE_LINES, next(self._phases))
+
+    def tasks(self) -> list[Callable[[], object]]:
+        """The copy, in blocks."""
+        lo, hi = self._table.span
+        return [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
+
+    def _copy(self, lo: int, hi: int) -> None:
+        self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
+
+    def changes(self) -> list[str]:
+        """What was copied otherwise than it was when this was made, or than it is now, as far as samples tell: somebody wrote
+        through ``.data`` or numpy meanwhile."""
+        found = self._before.differing(self._into)
+        found = found or self._table.differing(self._pointers, self._into, COMPARE_EVERY, next(self._phases))
+        if not found:
+            return []
+        names = self._names()
+        return [readable(name) for name in dict.fromkeys(names[row] for row in found)]
+
+
 #: Seconds between two looks for what an interrupt may have kept somebody from saying.
 _LOOK_SECONDS = 0.5
 
@@ -84,8 +122,7 @@ class Copy:
     waits for something (`_GoneOn`).
 
     Args:
-        table, pointers: what is copied at the host, None if nothing; the rest of the slot is left alone.
-        into: the slot's bytes.
+        late: what is copied at the host, None if nothing; the rest of the slot is left alone.
         watch: tells what changed.
         tasks: what else has to be done before the state changes.
         keep: must live until then.
@@ -95,19 +132,15 @@ class Copy:
 
     def __init__(
         self,
-        table: _native.CopyTable | None,
-        pointers: Any,
-        into: memoryview,
+        late: Late | None,
         watch: Watch,
         tasks: Sequence[Callable[[], object]],
         keep: Sequence[object],
         done: Callable[[], None],
         jobs: Jobs,
     ) -> None:
-        self._table, self._pointers, self._into, self._watch, self._keep = table, pointers, into, watch, keep
-        self._done, self._jobs = done, jobs
-        lo, hi = (0, 0) if table is None else table.span
-        blocks = [partial(self._copy, at, min(at + COPY_BLOCK, hi)) for at in range(lo, hi, COPY_BLOCK)]
+        self._late, self._watch, self._keep, self._done, self._jobs = late, watch, keep, done, jobs
+        blocks = [] if late is None else late.tasks()
         self._tasks: deque[Callable[[], object]] = deque([*tasks, *blocks])
         # Those that are not done.
         self._left = set(self._tasks)
@@ -128,10 +161,6 @@ class Copy:
             _active.append(self)
         self._look_for_end()
         copiers.put(self)
-
-    def _copy(self, lo: int, hi: int) -> None:
-        assert self._table is not None
-        self._table.gather(self._pointers, lo, hi, self._into[lo:hi])
 
     def work(self) -> None:
         """Do tasks until none is left to begin with. An interrupt of this thread loses none."""
@@ -163,11 +192,13 @@ class Copy:
                 return
             try:
                 changed = self._watch.changes()
+                if not changed and self._late is not None and self._error is None:
+                    changed = self._late.changes()
                 if changed and self._error is None:
                     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                     self._error = TornSnapshotError(
-                        f"{', '.join(changed[:3])}{more}: changed while being copied, other than by an optimizer's step(); call "
-                        "Checkpointer.fence() before changing the state, or use tierckpt.async_save"
+                        f"{', '.join(changed[:3])}{more}: changed while being copied, other than by an optimizer's step(), "
+                        "through .data perhaps; call Checkpointer.fence() before changing the state, or use tierckpt.async_save"
                     )
             except Exception as error:
                 self._error = error
@@ -178,7 +209,7 @@ class Copy:
         with self._concluding:
             if self._concluded:
                 return
-            self._keep = ()
+            self._keep, self._late = (), None
             with _lock:
                 if self in _active:
                     _active.remove(self)

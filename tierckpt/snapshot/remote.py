@@ -76,6 +76,8 @@ class RemoteArena:
         #: Which agent holds each sealed step; and the tickets of those of which it was not told what becomes of them.
         self._sealed: dict[int, int] = {}
         self._open: dict[int, _Ticket] = {}
+        #: The newest complete step that was due only in memory, −1: none.
+        self._resting = -1
         self._tickets: weakref.WeakSet[_Ticket] = weakref.WeakSet()
         #: What the agent could not be told while it did not answer.
         self._untold: list[tuple[str, int | None, dict[str, JSON]]] = []
@@ -201,6 +203,12 @@ class RemoteArena:
         """All ranks have sealed ``step``; ``due``: it is to be written to the disk."""
         self._client.request("complete", (), 0.0, self._sealed.get(step), step=step, due=due)
         self._open.pop(step, None)
+        if self._resting == step:
+            self._resting = -1  # it is due after all
+        if not due:
+            # Of what is due nowhere else nobody will say more once a newer one has taken its place.
+            older, self._resting = sorted((self._resting, step))
+            self._sealed.pop(older, None)
 
     def settled(self, step: int, durable: bool) -> None:
         """Nothing more is to be written of ``step``."""

@@ -98,14 +98,15 @@ class Stager:
             tasks: list[Callable[[], object]] = [partial(self._enqueue, place, memory, True) for place in self._jobs]
             if sample is not None:
                 tasks.append(partial(sample.take, late=True, place=HOST))
-            into, table, pointers = memoryview(b""), None, None
+            behind = None
             if source is not None and memory is not None and self._split is not None:
                 into = memoryview(memory)[: source.size]
                 for part in self._split.parts:
                     if part.late and part.place == HOST:
-                        table, pointers = part.table, part.pointers(source.pointers)
+                        names = partial(self._split.names_of, part)
+                        behind = fence.Late(part.table, part.pointers(source.pointers), into, names)
             kept = [source, memory, sample, *keep]
-            return found, fence.Copy(table, pointers, into, watch, tasks, kept, done, self._jobs)
+            return found, fence.Copy(behind, watch, tasks, kept, done, self._jobs)
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

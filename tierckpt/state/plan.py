@@ -407,3 +407,8 @@ class Split(NamedTuple):
     parts: list[Part]
     names: list[str]
     counts: list[str]
+
+    def names_of(self, part: Part) -> list[str]:
+        """The tensors of the rows of one late part, in its order."""
+        late = [any(rows) for rows in zip(*(each.rows for each in self.parts if each.late), strict=True)]
+        return list(compress(self.names, compress(part.rows, late)))
