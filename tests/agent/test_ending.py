@@ -20,7 +20,9 @@ from tests.harness import spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError
 from tierckpt.agent.runtime import Home
 from tierckpt.agent.server import Server
-from tierckpt.agent.snapshots import Generation
+from tierckpt.agent.snapshots import Generation, Snapshot
+from tierckpt.agent.writing import Title
+from tierckpt.errors import AgentLostError
 from tierckpt.tiers.disk import DiskPlace
 
 RARELY = Disk(every=1000)
@@ -51,6 +53,25 @@ def test_it_does_not_end_between_the_signal_and_the_look_at_what_is_to_be_draine
     server.gone(generation)
     until(lambda: server._left() == 0.0)
     assert generation.settled
+
+
+def test_a_step_that_is_complete_late_is_written_too(server: Server, tmp_path: Path) -> None:
+    """Its last rank says so when what was there before is already on the disk."""
+    generation = joined(server, tmp_path)
+    title = Title("r", 1, 5, 0, 1)
+    nothing = Snapshot(
+        generation, title, None, 0, header_size=0, header_digest="", layout="l", metadata=None, due=False, pinned=False
+    )
+    server.holdings.seal(generation, 0, 5, None, 0, lambda slot: nothing)
+    server._stopped(signal.SIGTERM, None)
+    server.gone(generation)
+    until(lambda: generation.settled)
+    server.holdings.complete(generation, 0, 5, due=False)
+    assert not generation.settled and not server._close()
+    server.gone(generation)
+    until(server._close)
+    with pytest.raises(AgentLostError):
+        server.holdings.complete(generation, 0, 5, due=False)
 
 
 def test_it_finishes_although_no_thread_is_to_be_had(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tierckpt.agent.slots import Memory, Slot, capacity
 from tierckpt.agent.snapshots import Generation, Member, Snapshot, Step
-from tierckpt.errors import ArenaFullError, FencedError, IncompleteError, StateError, StepExistsError
+from tierckpt.errors import AgentLostError, ArenaFullError, FencedError, IncompleteError, StateError, StepExistsError
 from tierckpt.format.canonical import JSON
 
 #: Seconds after which it is looked whether a trainer that waits is still there.
@@ -47,6 +47,8 @@ class Holdings:
         self.generations: dict[int, Generation] = {}
         self.errors: deque[str] = deque(maxlen=16)
         self.errors_total = 0
+        #: This agent has ended: it is too late for anything.
+        self.closed = False
         self.drained = Drained()
         self.change = threading.Condition()
         #: When a trainer was last there.
@@ -297,12 +299,19 @@ class Holdings:
         self._to_digest.put((generation, snapshot))
 
     def complete(self, generation: Generation, rank: int, number: int, *, due: bool) -> None:
-        """All ranks of the job have sealed step ``number``; ``due``: it is to be written to the disk."""
+        """All ranks of the job have sealed step ``number``; ``due``: it is to be written to the disk.
+
+        Raises:
+            AgentLostError: nobody would write it any more.
+        """
         with self.change:
             generation.must_be_current()
+            if self.closed:
+                raise AgentLostError(f"the agent of run {self.run} has ended")
             step, snapshot = self._snapshot(generation, rank, number)
             step.complete = True
             snapshot.due = due
+            generation.settled = False  # by an agent that is ending, and has to write this one too
             self._reap(generation)
 
     def settle(self, generation: Generation, rank: int, number: int, *, durable: bool) -> None:
@@ -327,13 +336,14 @@ class Holdings:
                 self._release(generation, step, rank)
                 self._reap(generation)
 
-    def end(self, generation: Generation, *, final: bool) -> None:
+    def end(self, generation: Generation, newest: int | None, *, final: bool) -> None:
         """What the trainers of ``generation`` have left was seen to: its newest complete step stays, for the next start.
 
-        ``final``: whether or not they are there again, since this agent ends.
+        ``newest``: the newest complete step at that time. ``final``: whether or not they are there again, since this agent ends.
         """
         with self.change:
-            generation.settled = final or not generation.alive
+            # A step that was being sealed may be complete by now.
+            generation.settled = not generation.alive or (final and generation.newest_complete() == newest)
             self.seen = time.monotonic()
             if not generation.alive:
                 for step in generation.steps.values():

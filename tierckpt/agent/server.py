@@ -86,7 +86,7 @@ class Server:
             left = self._left()
             if left is not None and left <= 0:
                 with self.home.locked(config.AGENT_START):
-                    if self._left() == 0.0 and not self._waiting():
+                    if not self._waiting() and self._close():
                         self.home.clear()
                         break
             poll.poll(None if left is None else left * 1000 + 1)
@@ -154,6 +154,12 @@ class Server:
             left = float("inf") if self.stays else self.holdings.needed(self._idle)
         return None if left == float("inf") else left
 
+    def _close(self) -> bool:
+        """Whether nothing is left to do; from then on nothing is taken on."""
+        with self.holdings.change:
+            self.holdings.closed = self._left() == 0.0
+            return self.holdings.closed
+
     def wake(self) -> None:
         """Look again whether there is still something to do."""
         with contextlib.suppress(BlockingIOError):
@@ -174,9 +180,13 @@ class Server:
         """Until it is done, or nobody needs it any more: a full disk may be made larger, a node come back."""
         try:
             pause = config.DRAIN_PAUSE
-            while not orphans.settle(self.holdings, generation, self._deadline) and self._pause(generation, pause):
+            while True:
+                with self.holdings.change:
+                    newest = generation.newest_complete()
+                if orphans.settle(self.holdings, generation, self._deadline) or not self._pause(generation, pause):
+                    break
                 pause = min(2 * pause, config.DRAIN_PAUSE_LIMIT)
-            self.holdings.end(generation, final=self.ending)
+            self.holdings.end(generation, newest, final=self.ending)
         finally:
             with self.holdings.change:
                 self._settling.discard(generation.number)
@@ -481,6 +491,7 @@ class Connection:
 
     def _complete(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.complete(self._own, self.rank, fields.integer("step"), due=fields.boolean("due"))
+        self._look_again()
         return {"ok": True}, []
 
     def _write(self, fields: Fields, message: Message) -> Reply:
@@ -495,16 +506,16 @@ class Connection:
 
     def _settled(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.settle(self._own, self.rank, fields.integer("step"), durable=fields.boolean("durable"))
-        self._nothing_due()
+        self._look_again()
         return {"ok": True}, []
 
     def _drop(self, fields: Fields, message: Message) -> Reply:
         self.server.holdings.drop(self._own, self.rank, fields.integer("step"))
-        self._nothing_due()
+        self._look_again()
         return {"ok": True}, []
 
-    def _nothing_due(self) -> None:
-        """Of one step at least: an agent that is to end may be waiting for that."""
+    def _look_again(self) -> None:
+        """An agent that is to end may be waiting for what was just said."""
         if self.server.ending:
             self.server.wake()
 
