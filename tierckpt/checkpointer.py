@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tierckpt import config, signals
+from tierckpt.agent.calls import Calls, Mark
 from tierckpt.agent.coordinator import Coordinator
-from tierckpt.agent.drain import Drain, Job, Mark, Staged
+from tierckpt.agent.drain import Drain, Job, Staged
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
@@ -134,7 +135,9 @@ class Checkpointer:
             grace=self._disk.grace,
         )
         self._channels = self._group.clone()
-        self._drain = Drain(self._channels, self._coordinator)
+        # All ranks count the same calls, whatever comes of them.
+        self._numbers = Calls()
+        self._drain = Drain(self._channels, self._coordinator, self._numbers)
         self._arena = Arena(config.SLOTS)
         # With an agent, from the beginning of a generation on.
         self._ram_tier: RamTier | None = None
@@ -146,8 +149,6 @@ class Checkpointer:
         self._done: set[int] = set()
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
-        # All ranks count the same calls, whatever comes of them.
-        self._count = 0
         self._pid = os.getpid()
         self._last_due: dict[str, tuple[int, float]] = {}
         self._closed = self._failed = False
@@ -306,10 +307,12 @@ class Checkpointer:
         began = time.perf_counter()
         with self._calls, self._counted(saves=True) as last:
             self._must_be_open()
-            self._count += 1
+            call = self._numbers.next()
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
-                self._refuse(StateError(f"step={reprlib.repr(step)}: a step is an integer from 0 to {MAX_INTEGER - 1}"))
-            handle = self._take(step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
+                self._refuse(
+                    call, StateError(f"step={reprlib.repr(step)}: a step is an integer from 0 to {MAX_INTEGER - 1}")
+                )
+            handle = self._take(call, step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
 
@@ -322,7 +325,9 @@ class Checkpointer:
             with self._stop.call(saves=saves) as stops:
                 yield stops
 
-    def _take(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool, last: bool) -> Handle:
+    def _take(
+        self, call: int, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool, last: bool
+    ) -> Handle:
         """``last``: all ranks stop here, so this step goes down to the disk."""
         self._surface()
         names = [tier.name for tier in self._all_tiers]
@@ -340,7 +345,7 @@ class Checkpointer:
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
             fenced = not (live or always or stepping.is_under_way())
-            self._snapshot(handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
+            self._snapshot(call, handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
             self._handles = [other for other in self._handles if other is not handle]
             raise
@@ -359,16 +364,27 @@ class Checkpointer:
         return handle
 
     def _snapshot(
-        self, handle: Handle, step: int, state: Any, metadata: Any, *, pin: bool, live: bool, fenced: bool, last: bool
+        self,
+        call: int,
+        handle: Handle,
+        step: int,
+        state: Any,
+        metadata: Any,
+        *,
+        pin: bool,
+        live: bool,
+        fenced: bool,
+        last: bool,
     ) -> None:
         """The first time all ranks meet, and what is wrong is raised on all of them. Later each goes on by itself, and what
         is wrong on one fails on all when their drains meet."""
         before = self._steps.get(step)
         if step in self._done or (before is not None and before.error is None):
             self._refuse(
+                call,
                 StepExistsError(
                     f"{self._place.url}: this process has already saved step {step}; each step is saved once"
-                )
+                ),
             )
         note: list[Any] = []
 
@@ -384,7 +400,7 @@ class Checkpointer:
         must_tell = alone
         try:
             try:
-                planned = self._planner.plan(state, f"the save of step {step}", mine, self._count)
+                planned = self._planner.plan(state, f"the save of step {step}", mine, self._numbers.made)
             except TierckptError as error:
                 if _FAILED_BEFORE in str(error):
                     raise _Raised(error) from error
@@ -412,7 +428,7 @@ class Checkpointer:
                     for staging in begun:
                         staging.release(False)
                     handle._set_staged()
-                job = Job(self._count, step, pin, staged, handle, due=self._disk.name in handle.due)
+                job = Job(call, step, pin, staged, handle, due=self._disk.name in handle.due)
                 self._hand_over(job)
 
     def _hand_over(self, job: Job) -> None:
@@ -425,21 +441,21 @@ class Checkpointer:
 
     def _meet(self) -> None:
         """Let all ranks give up what only some of them have handed over: those would wait for the others."""
-        self._count += 1
+        call = self._numbers.mark()
         if self._group.size > 1 and self._planner.is_planned:
             fence.wait()  # who stands here must not be waited for
-            mark = Mark(self._count)
+            mark = Mark(self._numbers, call)
             if self._ram_tier is not None:
                 self._ram_tier.sealing.put(mark)
             else:
                 self._drain.put(mark)
             mark.passed.wait()
 
-    def _refuse(self, error: TierckptError) -> NoReturn:
+    def _refuse(self, call: int, error: TierckptError) -> NoReturn:
         """Raise what is wrong with a call. The other ranks may be in a save: their drains must not wait for this one."""
         if self._group.size > 1 and self._planner.is_planned:
             # Under a number that no step has: nothing of a step that exists may be taken for what has failed.
-            self._hand_over(Job(self._count, MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
+            self._hand_over(Job(call, MAX_INTEGER, False, error, Handle(MAX_INTEGER, (), ())))
         raise error
 
     def _stage(

@@ -12,29 +12,21 @@ import logging
 import operator
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tierckpt.agent.calls import Calls, Mark, Ranks
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.handle import Handle, SaveInfo
 from tierckpt.agent.writing import OwnWriter, Shard, Title, Writer
-from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StepExistsError, StoreError, TierckptError
+from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StepExistsError, StoreError
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
-from tierckpt.telling import by_rank, ranks, warn
-from tierckpt.threads import Condition, Signal, Worker
+from tierckpt.telling import warn
+from tierckpt.threads import Condition, Worker
 
 _log = logging.getLogger("tierckpt")
-
-
-class Ranks(Protocol):
-    """What the drain needs of the group of processes (see :class:`tierckpt.group.Group`)."""
-
-    rank: int
-    size: int
-
-    def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]: ...
 
 
 class Staged(Protocol):
@@ -64,28 +56,6 @@ class Staged(Protocol):
         """Whether it can be sealed: it lies in memory that outlives this process."""
 
 
-@dataclass
-class Mark:
-    """A call at which all ranks meet without saving: what only some of them have handed over before is given up.
-
-    Attributes:
-        call: as in :class:`Job`.
-        passed: the ranks have met, or have lost contact.
-    """
-
-    call: int
-    passed: Signal = field(default_factory=Signal)
-
-    def meet(self, ranks: Ranks) -> None:
-        """Meet the other ranks here."""
-        try:
-            meet(ranks, self.call, 0, bytes)
-        except TierckptError as error:
-            _log.debug("call %d: %s", self.call, error)  # who needs the others is told when it does
-        finally:
-            self.passed.set()
-
-
 #: What stands in front of what a rank has staged.
 _DUE, _PINNED, _OWN = 1, 2, 4
 
@@ -95,7 +65,7 @@ class Job:
     """A step on its way down.
 
     Attributes:
-        call: number of the call that made it: all ranks make the same ones.
+        call: number of the call that made it, from :class:`Calls`.
         staged: this rank's part, or why it has none: the save then fails on all ranks.
         shard: what is to be written of it, once all ranks know what they have staged.
         error: why this rank cannot have it written after all.
@@ -159,56 +129,15 @@ class Job:
         return self.shard
 
 
-def meet(group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[bytes]:
-    """The first vote on a step, where it shows whether all ranks are at the same one. Collective.
-
-    Ranks that were given different steps do not agree on what is due. Whoever comes with an earlier call than others gives
-    its step up and comes again with the next; the others wait for it here.
-
-    Raises:
-        OutOfStepError: this rank's step is given up, or others have another step in the same call; nothing of it was written.
-        What else :meth:`Ranks.vote` raises.
-    """
-    what = f"the save of step {step}"
-
-    def word() -> bytes:  # the same place for all, whatever each has to say
-        return step.to_bytes(_STEP, "little") + part()
-
-    while True:
-        try:
-            told = group.vote(what, word, tag=call)
-        except OutOfStepError as error:
-            newest = max(error.tags)
-            early = ranks([rank for rank, one in enumerate(error.tags) if one < newest])
-            if call < newest:
-                later = ranks([rank for rank, one in enumerate(error.tags) if one == newest])
-                raise OutOfStepError(
-                    f"{what} failed: ranks {early} alone saved in this call; ranks {later} had nothing due and went on. "
-                    "All ranks must pass the same steps to save()"
-                ) from error
-            warn(
-                f"what ranks {early} alone saved before step {step} is given up: all ranks must pass the same steps to save()"
-            )
-            continue
-        steps = [int.from_bytes(said[:_STEP], "little") for said in told]
-        if len(set(steps)) > 1:
-            which = by_rank([f"step {one}" for one in steps])
-            raise OutOfStepError(f"{what} failed: the ranks pass different steps to the same save ({which})")
-        return [said[_STEP:] for said in told]
-
-
-#: Bytes of a step in what ranks tell each other.
-_STEP = 8
-
-
 class Drain:
     """Args:
     ranks: channels for this thread alone.
     coordinator: of this rank.
+    calls: that its steps come from.
     """
 
-    def __init__(self, ranks: Ranks, coordinator: Coordinator) -> None:
-        self._ranks, self._coordinator = ranks, coordinator
+    def __init__(self, ranks: Ranks, coordinator: Coordinator, calls: Calls) -> None:
+        self._ranks, self._coordinator, self.calls = ranks, coordinator, calls
         #: Who writes the shards. Changed only while nothing is queued.
         self.writer: Writer = OwnWriter()
         #: Whether a queued step may be overtaken.
@@ -290,7 +219,9 @@ class Drain:
         try:
             shard = job.shard
             if shard is None:
-                shard = job.settle(self._ranks, what, job.agree(meet(self._ranks, job.call, job.step, job.ready)))
+                shard = job.settle(
+                    self._ranks, what, job.agree(self.calls.meet(self._ranks, job.call, job.step, job.ready))
+                )
             entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
             manifest = self._manifest(job, entries)
         except OutOfStepError:

@@ -9,7 +9,8 @@ import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.agent.drain import Drain, Job, Mark, Ranks, meet
+from tierckpt.agent.calls import Mark, Ranks
+from tierckpt.agent.drain import Drain, Job
 from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import AgentLostError, SkippedError, TierckptError
@@ -119,7 +120,7 @@ class Sealing:
 
     def _take(self, job: Job) -> None:
         what = f"the save of step {job.step}"
-        told = meet(self._ranks, job.call, job.step, lambda: self._mine(job))
+        told = self._drain.calls.meet(self._ranks, job.call, job.step, lambda: self._mine(job))
         skipped = {rank: said[1:].decode() for rank, said in enumerate(told) if said[:1] == _SKIPPED}
         if skipped:
             self._skip(job, ("ram", "disk"), f"step {job.step} was skipped: {_where(skipped)}")

@@ -1,0 +1,78 @@
+"""Ranks that leave out calls of save() cost the steps that they leave out, and no later one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.agent.job import state, values
+from tests.harness import run_ranks
+from tierckpt import Checkpointer, Disk, Ram
+from tierckpt.errors import OutOfStepError
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LEFT_OUT = {1: {3, 6, 7, 12}, 2: {7, 9}}
+
+
+def _leaves_out(rank: int, root: str, agent: str) -> dict[str, Any]:
+    found: dict[int, str] = {}
+    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=30) as ckpt:
+        for step in range(14):
+            held: dict[str, Any] = state(step, rank)
+            if step >= 10:
+                held["new"] = tierckpt.PerRank(step)  # the ranks agree anew, on a call that they all number alike
+            if step in LEFT_OUT.get(rank, ()):
+                continue
+            try:
+                ckpt.save(step, held).wait()
+                found[step] = "disk"
+            except OutOfStepError as error:
+                found[step] = str(error)
+        read = state(-1, rank)
+        read["new"] = tierckpt.PerRank(-1)
+        info = ckpt.restore(read)
+        assert info is not None
+        ckpt.save(20, state(20, rank)).wait()
+        return {"found": found, "step": info.step, "values": values(read, rank)}
+
+
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_ranks_find_each_other_again(tmp_path: Path, agent: str) -> None:
+    root = tmp_path / "s"
+    told = run_ranks(_leaves_out, 3, str(root), agent)
+    left_out = set().union(*LEFT_OUT.values())
+    for rank, one in enumerate(told):
+        good = {step for step, said in one["found"].items() if said == "disk"}
+        assert good == set(range(14)) - left_out, (rank, one["found"])
+        assert all("different steps" in one["found"][step] for step in left_out - LEFT_OUT.get(rank, set())), one[
+            "found"
+        ]
+        assert (one["step"], one["values"]) == (13, {13.0})
+    assert set(tierckpt.steps(root)) == {*range(14), 20} - left_out
+    assert tierckpt.verify(root, every=True).ok
+
+
+def _counts_down(rank: int, root: str) -> list[int]:
+    good = []
+    with Checkpointer(root, tiers=[Disk()], agent="off", timeout=30) as ckpt:
+        for step in range(20, 10, -1):
+            if (rank, step) == (1, 17):
+                continue
+            try:
+                ckpt.save(step, state(step, rank)).wait()
+                good.append(step)
+            except OutOfStepError:
+                pass
+        assert ckpt.restore(state(-1, rank)) is not None
+        ckpt.save(30, state(30, rank)).wait()
+    return good
+
+
+def test_steps_that_do_not_ascend_tell_nothing_and_a_restore_begins_anew(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    assert run_ranks(_counts_down, 2, str(root)) == [[20, 19, 18]] * 2
+    assert set(tierckpt.steps(root)) == {18, 19, 20, 30} and tierckpt.verify(root, every=True).ok
