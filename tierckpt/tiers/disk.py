@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, StateError, StoreError
+from tierckpt.telling import a
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class DiskPlace(Place):
             StateError: it is no path.
         """
         if not isinstance(root, (str, os.PathLike)) or isinstance(text := os.fspath(root), bytes):
-            raise StateError(f"root is a {type(root).__name__}: it takes the path of a folder (is it in its place?)")
+            raise StateError(f"root is {a(root)}: it takes the path of a folder (is it in its place?)")
         scheme, separator, rest = text.partition("://")
         if separator and scheme != "file":
             raise StoreError(f"{text}: this version keeps stores in folders; {scheme}:// is not supported yet")
