@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -149,18 +150,28 @@ def test_one_tier_of_each_kind(tmp_path: Path) -> None:
     [
         ('root = "x"\nroott = 1\n', "unknown keys roott; it takes root"),
         ('agent = "off"\n', "no key root"),
-        ('root = "x"\n[[tiers]]\nevery = 2\n', 'write tier = "disk"'),
-        ('root = "x"\n[[tiers]]\ntier = "tape"\n', 'write tier = "disk"'),
-        ('root = "x"\n[[tiers]]\ntier = "disk"\nkept = 2\n', "kept"),
+        ('root = "x"\n[[tiers]]\nevery = 2\n', 'no key tier; write tier = "disk"'),
+        ('root = "x"\n[[tiers]]\ntier = "tape"\n', "tier = 'tape'; write tier = \"disk\""),
+        ('root = "x"\n[[tiers]]\ntier = ["ram"]\n', "tier = ['ram']; write"),
+        ('root = "x"\n[[tiers]]\ntier = "disk"\nkept = 2\n', "[[tiers]] disk: unknown keys kept"),
+        ('root = "x"\n[[tiers]]\ntier = "ram"\n', "exactly one Disk"),
+        ('root = "x"\n[tiers]\ntier = "disk"\n', "[tiers]: each tier is a table [[tiers]]"),
+        ('root = "x"\ntiers = "disk"\n', "tiers = 'disk': each tier is a table [[tiers]]"),
         ('root = "x"\nagent = "on"\n', "agent='on'"),
-        ("root = \n", "run.toml"),
+        ('root = "x"\ntimeout = "1h"\n', "timeout='1h'"),
+        ('root = "x"\nsave_on_signal = 1.5\n', "an argument does not take"),
+        ("root = 1\n", "root is an int"),
+        ('root = "s3://x"\n', "not supported"),
+        ("root = \n", "line 1"),
+        ("root = '\xff'\n", "utf-8"),
     ],
 )
-def test_wrong_toml_is_explained(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_toml_is_explained_and_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(StateError, match=message):
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(tierckpt.TierckptError, match=re.escape(message)) as caught:
         Checkpointer.from_toml(file)
+    assert str(caught.value).startswith(f"{file}: ")
     with pytest.raises(StateError, match="cannot read it"):
         Checkpointer.from_toml(tmp_path / "absent.toml")
 

@@ -79,7 +79,7 @@ def timeout(given: float | None = None) -> float:
             given = float(text) if text else TIMEOUT
         except ValueError:
             raise StateError(f"TIERCKPT_TIMEOUT={text!r} is not a number of seconds") from None
-    if not given > 0:
+    if not (_is_number(given) and given > 0):
         raise StateError(f"timeout={given!r}: it takes a number of seconds above 0")
     return given
 
@@ -285,35 +285,41 @@ def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Top-level keys are arguments; each ``[[tiers]]`` table is one tier, its ``tier`` key says which (``"ram"``, ``"disk"``).
 
     Raises:
-        StateError: the file cannot be read, or has a key that does not exist.
+        StateError: the file cannot be read, or does not describe its tiers. It names the file.
     """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
+    where = os.fspath(path)
     try:
         with open(path, "rb") as file:
             table: dict[str, Any] = tomllib.load(file)
     except OSError as error:
-        raise StateError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise StateError(f"{os.fspath(path)}: {error}") from error
+        raise StateError(f"{where}: cannot read it: {error.strerror}") from error
+    except ValueError as error:  # no TOML, or not even UTF-8
+        raise StateError(f"{where}: {error}") from error
     tiers = table.pop("tiers", None)
     if tiers is not None:
-        table["tiers"] = [_tier(entry, path) for entry in tiers]
+        if not (isinstance(tiers, list) and all(isinstance(entry, dict) for entry in tiers)):
+            said = "[tiers]" if isinstance(tiers, dict) else f"tiers = {tiers!r}"
+            raise StateError(
+                f'{where}: {said}: each tier is a table [[tiers]], in double brackets, with tier = "disk" or tier = "ram"'
+            )
+        table["tiers"] = [_tier(entry, where) for entry in tiers]
     return table
 
 
 _TIERS: dict[str, type[Ram] | type[Disk]] = {"ram": Ram, "disk": Disk}
 
 
-def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Tier:
+def _tier(entry: dict[str, Any], where: str) -> Tier:
     entry = dict(entry)
     kind = entry.pop("tier", None)
-    if kind not in _TIERS:
+    if not isinstance(kind, str) or kind not in _TIERS:
         said = "no key tier" if kind is None else f"tier = {kind!r}"
-        raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
-    where = f"{os.fspath(path)}: [[tiers]] {kind}"
+        raise StateError(f'{where}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
+    where = f"{where}: [[tiers]] {kind}"
     known = [each.name for each in fields(_TIERS[kind]) if each.init]
     unknown = sorted(set(entry) - set(known))
     if unknown:
