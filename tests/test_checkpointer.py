@@ -121,6 +121,10 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
         {"slots": 1},
         {"on_full": "drop"},
         {"budget": 0},
+        {"budget": 0.0},
+        {"budget": 1.5},
+        {"budget": 64e9},
+        {"budget": float("nan")},
         {"budget": "100MiB"},
         {"idle": "10s"},
         {"every": 0},
@@ -131,6 +135,11 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
 def test_a_ram_tier_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=next(iter(arguments))):
         Ram(**arguments)
+
+
+def test_a_budget_is_bytes_or_a_fraction_of_the_memory() -> None:
+    assert Ram(budget=1).budget_bytes == 1
+    assert 1 < Ram(budget=0.5).budget_bytes < Ram(budget=1.0).budget_bytes
 
 
 @pytest.mark.parametrize("arguments", [{"keep": "3"}, {"keep": 0}, {"grace": "1h"}, {"every": 1.5}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -212,8 +213,8 @@ class Ram:
     Args:
         every: cadence, a number of steps or a duration. Steps that are due on disk come through here in any case.
         copies: of each shard, on so many nodes. More than one takes a peer tier, which this version does not have.
-        budget: what all slots of the agent may take: bytes, or a fraction of the memory of the machine or of
-            the control group that the job may use; None: half of it.
+        budget: what all slots of the agent may take: bytes, an integer, or a fraction (a float, at most 1.0) of the memory of
+            the machine or of the control group that the job may use; None: half of it.
         slots: for each rank: draining, newest complete, filling. At least 2.
         on_full: when no slot is free: ``"overtake"`` lets a newer step take the place of one that waits for the disk,
             ``"wait"`` makes ``save`` wait, ``"skip"`` skips the step.
@@ -243,8 +244,13 @@ class Ram:
             raise StateError(f"Ram(slots={self.slots!r}): it takes at least 2, the newest complete step and the next")
         if self.on_full not in ("overtake", "wait", "skip"):
             raise StateError(f"Ram(on_full={self.on_full!r}) is not one of 'overtake', 'wait', 'skip'")
-        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
-            raise StateError(f"Ram(budget={self.budget!r}): it takes bytes, or a fraction of the machine's memory")
+        # 1.5 may be meant as a fraction or as gigabytes, and is neither.
+        most = 1.0 if isinstance(self.budget, float) else math.inf
+        if self.budget is not None and not (_is_number(self.budget) and 0 < self.budget <= most):
+            raise StateError(
+                f"Ram(budget={self.budget!r}): it takes bytes as an integer, or a fraction of the machine's memory as a float "
+                "above 0 and at most 1.0"
+            )
         if not (_is_number(self.idle) and _is_number(self.drain_deadline)) or self.idle < 0 or self.drain_deadline <= 0:
             raise StateError(f"Ram(idle={self.idle!r}, drain_deadline={self.drain_deadline!r}): both are seconds")
         if self.metrics is not None and not _is_port(self.metrics):
@@ -264,7 +270,7 @@ class Ram:
     def budget_bytes(self) -> int:
         """The budget in bytes on this machine."""
         given = AGENT_BUDGET if self.budget is None else self.budget
-        return int(given * memory()) if isinstance(given, float) and given <= 1 else int(given)
+        return int(given * memory()) if isinstance(given, float) else given
 
 
 def _is_number(given: object) -> bool:
