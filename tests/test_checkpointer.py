@@ -185,6 +185,15 @@ def test_wrong_toml_is_explained_and_named(tmp_path: Path, text: str, message: s
         Checkpointer.from_toml(tmp_path / "absent.toml")
 
 
+@pytest.mark.parametrize("state", [{}, _state()], ids=["values alone", "beside a tensor"])
+def test_what_cannot_be_stored_has_one_name_at_every_save(tmp_path: Path, state: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        for step in range(2):
+            with pytest.raises(StateError, match=r"^a\.b\.1: cannot store a value of type builtins\.function"):
+                ckpt.save(step, {**state, "a": {"b": [0, lambda: 0]}})
+            ckpt.save(step, {**state, "a": {"b": [0, 0]}}).wait()
+
+
 def test_arguments_in_each_others_place_are_explained(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="root is a dict"):
         tierckpt.load("s", {})  # type: ignore[arg-type]
