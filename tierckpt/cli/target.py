@@ -37,12 +37,12 @@ def place_at(root: str) -> DiskPlace:
     place = DiskPlace.at(root)
     try:
         if not place.exists():
-            reason = "not a folder" if place.root.exists() else "no such folder"
-            raise StoreError(f"{place.url}: {reason}")
+            raise StoreError(f"{place.url}: {place.instead() or 'no such folder'}")
     except OSError as error:
         raise StoreError(f"cannot look at {place.url}: {error.strerror}") from error
     if place.size(paths.STORE) is None and not _was_store(place):
-        raise StoreError(f"{place.url}: no checkpoint store: there is no {paths.STORE} in this folder")
+        reason = place.instead() or f"there is no {paths.STORE} in this folder"
+        raise StoreError(f"{place.url}: no checkpoint store: {reason}")
     return place
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, StateError, StoreError
+from tierckpt.format import paths
 from tierckpt.telling import a
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
@@ -68,6 +69,17 @@ class DiskPlace(Place):
 
     def exists(self) -> bool:
         return self.root.is_dir()
+
+    def instead(self) -> str:
+        found = []
+        if os.path.exists(self.url) and not os.path.isdir(self.url):
+            found.append("it is a file, not the folder of a store")
+        # The folders of a store, and the files in them, lie at most so deep.
+        for folder in list(self.root.parents)[:3]:
+            if os.path.isfile(folder / paths.STORE):
+                found.append(f"the store is {folder}: name that")
+                break
+        return "; ".join(found)
 
     def read(self, name: str, limit: int) -> bytes:
         fd = self._open_regular(name)
