@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,10 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
         {"slots": 1},
         {"on_full": "drop"},
         {"budget": 0},
+        {"budget": 0.0},
+        {"budget": 1.5},
+        {"budget": 64e9},
+        {"budget": float("nan")},
         {"budget": "100MiB"},
         {"idle": "10s"},
         {"every": 0},
@@ -130,6 +135,11 @@ def test_a_ram_tier_in_toml(tmp_path: Path) -> None:
 def test_a_ram_tier_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=next(iter(arguments))):
         Ram(**arguments)
+
+
+def test_a_budget_is_bytes_or_a_fraction_of_the_memory() -> None:
+    assert Ram(budget=1).budget_bytes == 1
+    assert 1 < Ram(budget=0.5).budget_bytes < Ram(budget=1.0).budget_bytes
 
 
 @pytest.mark.parametrize("arguments", [{"keep": "3"}, {"keep": 0}, {"grace": "1h"}, {"every": 1.5}])
@@ -149,20 +159,39 @@ def test_one_tier_of_each_kind(tmp_path: Path) -> None:
     [
         ('root = "x"\nroott = 1\n', "unknown keys roott; it takes root"),
         ('agent = "off"\n', "no key root"),
-        ('root = "x"\n[[tiers]]\nevery = 2\n', 'write tier = "disk"'),
-        ('root = "x"\n[[tiers]]\ntier = "tape"\n', 'write tier = "disk"'),
-        ('root = "x"\n[[tiers]]\ntier = "disk"\nkept = 2\n', "kept"),
+        ('root = "x"\n[[tiers]]\nevery = 2\n', 'no key tier; write tier = "disk"'),
+        ('root = "x"\n[[tiers]]\ntier = "tape"\n', "tier = 'tape'; write tier = \"disk\""),
+        ('root = "x"\n[[tiers]]\ntier = ["ram"]\n', "tier = ['ram']; write"),
+        ('root = "x"\n[[tiers]]\ntier = "disk"\nkept = 2\n', "[[tiers]] disk: unknown keys kept"),
+        ('root = "x"\n[[tiers]]\ntier = "ram"\n', "exactly one Disk"),
+        ('root = "x"\n[tiers]\ntier = "disk"\n', "[tiers]: each tier is a table [[tiers]]"),
+        ('root = "x"\ntiers = "disk"\n', "tiers = 'disk': each tier is a table [[tiers]]"),
         ('root = "x"\nagent = "on"\n', "agent='on'"),
-        ("root = \n", "run.toml"),
+        ('root = "x"\ntimeout = "1h"\n', "timeout='1h'"),
+        ('root = "x"\nsave_on_signal = 1.5\n', "an argument does not take"),
+        ("root = 1\n", "root is an int"),
+        ('root = "s3://x"\n', "not supported"),
+        ("root = \n", "line 1"),
+        ("root = '\xff'\n", "utf-8"),
     ],
 )
-def test_wrong_toml_is_explained(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_toml_is_explained_and_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(StateError, match=message):
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(tierckpt.TierckptError, match=re.escape(message)) as caught:
         Checkpointer.from_toml(file)
+    assert str(caught.value).startswith(f"{file}: ")
     with pytest.raises(StateError, match="cannot read it"):
         Checkpointer.from_toml(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("state", [{}, _state()], ids=["values alone", "beside a tensor"])
+def test_what_cannot_be_stored_has_one_name_at_every_save(tmp_path: Path, state: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        for step in range(2):
+            with pytest.raises(StateError, match=r"^a\.b\.1: cannot store a value of type builtins\.function"):
+                ckpt.save(step, {**state, "a": {"b": [0, lambda: 0]}})
+            ckpt.save(step, {**state, "a": {"b": [0, 0]}}).wait()
 
 
 def test_arguments_in_each_others_place_are_explained(tmp_path: Path) -> None:

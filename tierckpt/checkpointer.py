@@ -170,14 +170,24 @@ class Checkpointer:
 
         Raises:
             StateError: the file cannot be read, or names what does not exist.
+            TierckptError: as the constructor; it names the file, too.
         """
+        where = os.fspath(path)
         arguments = config.from_toml(path) | more
         known = inspect.signature(cls).parameters
         unknown = sorted(set(arguments) - set(known))
         if unknown or "root" not in arguments:
             said = f"unknown keys {', '.join(unknown)}" if unknown else "no key root"
-            raise StateError(f"{os.fspath(path)}: {said}; it takes {', '.join(known)}")
-        return cls(**arguments)
+            raise StateError(f"{where}: {said}; it takes {', '.join(known)}")
+        try:
+            return cls(**arguments)
+        except LostContactError:  # no fault of the file
+            raise
+        except TierckptError as error:
+            error.args = (f"{where}: {error}",)
+            raise
+        except (TypeError, ValueError) as error:
+            raise StateError(f"{where}: an argument does not take what is written there: {error}") from error
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -83,7 +84,7 @@ def timeout(given: float | None = None) -> float:
             given = float(text) if text else TIMEOUT
         except ValueError:
             raise StateError(f"TIERCKPT_TIMEOUT={text!r} is not a number of seconds") from None
-    if not given > 0:
+    if not (_is_number(given) and given > 0):
         raise StateError(f"timeout={given!r}: it takes a number of seconds above 0")
     return given
 
@@ -216,8 +217,8 @@ class Ram:
     Args:
         every: cadence, a number of steps or a duration. Steps that are due on disk come through here in any case.
         copies: of each shard, on so many nodes. More than one takes a peer tier, which this version does not have.
-        budget: what all slots of the agent may take: bytes, or a fraction of the memory of the machine or of
-            the control group that the job may use; None: half of it.
+        budget: what all slots of the agent may take: bytes, an integer, or a fraction (a float, at most 1.0) of the memory of
+            the machine or of the control group that the job may use; None: half of it.
         slots: for each rank: draining, newest complete, filling. At least 2.
         on_full: when no slot is free: ``"overtake"`` lets a newer step take the place of one that waits for the disk,
             ``"wait"`` makes ``save`` wait, ``"skip"`` skips the step.
@@ -247,8 +248,13 @@ class Ram:
             raise StateError(f"Ram(slots={self.slots!r}): it takes at least 2, the newest complete step and the next")
         if self.on_full not in ("overtake", "wait", "skip"):
             raise StateError(f"Ram(on_full={self.on_full!r}) is not one of 'overtake', 'wait', 'skip'")
-        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
-            raise StateError(f"Ram(budget={self.budget!r}): it takes bytes, or a fraction of the machine's memory")
+        # 1.5 may be meant as a fraction or as gigabytes, and is neither.
+        most = 1.0 if isinstance(self.budget, float) else math.inf
+        if self.budget is not None and not (_is_number(self.budget) and 0 < self.budget <= most):
+            raise StateError(
+                f"Ram(budget={self.budget!r}): it takes bytes as an integer, or a fraction of the machine's memory as a float "
+                "above 0 and at most 1.0"
+            )
         if not (_is_number(self.idle) and _is_number(self.drain_deadline)) or self.idle < 0 or self.drain_deadline <= 0:
             raise StateError(f"Ram(idle={self.idle!r}, drain_deadline={self.drain_deadline!r}): both are seconds")
         if self.metrics is not None and not _is_port(self.metrics):
@@ -268,7 +274,7 @@ class Ram:
     def budget_bytes(self) -> int:
         """The budget in bytes on this machine."""
         given = AGENT_BUDGET if self.budget is None else self.budget
-        return int(given * memory()) if isinstance(given, float) and given <= 1 else int(given)
+        return int(given * memory()) if isinstance(given, float) else given
 
 
 def _is_number(given: object) -> bool:
@@ -289,35 +295,41 @@ def from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Top-level keys are arguments; each ``[[tiers]]`` table is one tier, its ``tier`` key says which (``"ram"``, ``"disk"``).
 
     Raises:
-        StateError: the file cannot be read, or has a key that does not exist.
+        StateError: the file cannot be read, or does not describe its tiers. It names the file.
     """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
+    where = os.fspath(path)
     try:
         with open(path, "rb") as file:
             table: dict[str, Any] = tomllib.load(file)
     except OSError as error:
-        raise StateError(f"{os.fspath(path)}: cannot read it: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise StateError(f"{os.fspath(path)}: {error}") from error
+        raise StateError(f"{where}: cannot read it: {error.strerror}") from error
+    except ValueError as error:  # no TOML, or not even UTF-8
+        raise StateError(f"{where}: {error}") from error
     tiers = table.pop("tiers", None)
     if tiers is not None:
-        table["tiers"] = [_tier(entry, path) for entry in tiers]
+        if not (isinstance(tiers, list) and all(isinstance(entry, dict) for entry in tiers)):
+            said = "[tiers]" if isinstance(tiers, dict) else f"tiers = {tiers!r}"
+            raise StateError(
+                f'{where}: {said}: each tier is a table [[tiers]], in double brackets, with tier = "disk" or tier = "ram"'
+            )
+        table["tiers"] = [_tier(entry, where) for entry in tiers]
     return table
 
 
 _TIERS: dict[str, type[Ram] | type[Disk]] = {"ram": Ram, "disk": Disk}
 
 
-def _tier(entry: dict[str, Any], path: str | os.PathLike[str]) -> Tier:
+def _tier(entry: dict[str, Any], where: str) -> Tier:
     entry = dict(entry)
     kind = entry.pop("tier", None)
-    if kind not in _TIERS:
+    if not isinstance(kind, str) or kind not in _TIERS:
         said = "no key tier" if kind is None else f"tier = {kind!r}"
-        raise StateError(f'{os.fspath(path)}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
-    where = f"{os.fspath(path)}: [[tiers]] {kind}"
+        raise StateError(f'{where}: a [[tiers]] table has {said}; write tier = "disk" or tier = "ram"')
+    where = f"{where}: [[tiers]] {kind}"
     known = [each.name for each in fields(_TIERS[kind]) if each.init]
     unknown = sorted(set(entry) - set(known))
     if unknown:

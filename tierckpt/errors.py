@@ -21,6 +21,10 @@ class IncompleteError(TierckptError):
     """There is nothing complete to restore. The message says what is missing."""
 
 
+class AbsentError(IncompleteError):
+    """There is no checkpoint of the step that was asked for. The message says why, and which there are."""
+
+
 class LayoutError(TierckptError):
     """Keys, shapes, dtypes or pieces do not fit. The message lists every one."""
 

@@ -1,4 +1,4 @@
-"""Warnings that tell and never break what they are told in the middle of, and ranks in words."""
+"""Warnings that tell and never break what they are told in the middle of, and ranks and classes in words."""
 
 from __future__ import annotations
 
@@ -58,3 +58,9 @@ def by_rank(said: Sequence[object]) -> str:
     for rank, one in enumerate(said):
         found.setdefault(one, []).append(rank)
     return "; ".join(f"{named(who)}: {one}" for one, who in found.items())
+
+
+def a(value: object) -> str:
+    """The class of a value, such as "a dict" or "an int"."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"

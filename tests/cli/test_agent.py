@@ -102,7 +102,9 @@ def test_it_stays_when_its_trainers_are_done(tmp_path: Path) -> None:
 
 def test_a_run_must_be_named(cli: Cli) -> None:
     ran = cli("agent")
-    assert ran.status == 2 and "give ROOT or --run" in ran.stderr
+    assert ran.status == 2 and "give ROOT or --run (see" in ran.stderr
+    ran = cli("agent", "s", "--run", "train-7")
+    assert ran.status == 2 and "give ROOT or --run, not both" in ran.stderr
 
 
 def test_neither_imports_torch() -> None:

@@ -210,6 +210,6 @@ def test_what_cannot_run_is_status_2(cli: Cli, branched: Branched, tmp_path: Pat
         assert (ran.status, ran.stdout) == (2, "")
         assert len(ran.stderr.splitlines()) == 1
     ran = cli("diff", branched.root, branched.root, "--step-a", 99)
-    assert ran.status == 1
-    assert "no checkpoint of step 99" in ran.stdout
+    assert (ran.status, ran.stdout) == (2, "")
+    assert "no checkpoint of step 99" in ran.stderr
     assert os.listdir(branched.root)

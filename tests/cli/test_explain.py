@@ -45,7 +45,10 @@ def test_what_only_memory_has_comes_first(cli: Cli, tmp_path: Path) -> None:
         assert found["restore"]["step"] == 0
         assert [(one["step"], one["generation"]) for one in found["memory"]] == [(3, 1)]
         lines = cli("explain", tmp_path).lines
-    assert lines[1] == "in memory of this machine's agents: step 3"
+    assert lines[1] == "a restore would take step 3 (generation 1)"
+    assert lines[2].startswith("from memory of this machine's agents")
+    assert lines[3].startswith("where a node of the job has lost its memory, it would take step 0 (generation 1), ")
+    assert lines[4] == f"from disk: {tmp_path}/g0001/s000000000000"
     assert not any("nothing newer" in line for line in lines)
 
 

@@ -139,14 +139,16 @@ def test_people_see_a_row_for_ranks_that_hold_the_same(cli: Cli, sharded: Path) 
     [
         (("--placements", "*=Replicate"), "needs --mesh"),
         (("--mesh", "dp"), "like dp=4,tp=2"),
-        (("--mesh", "dp=0"), "like dp=4,tp=2"),
+        (("--mesh", "dp=2,tp=0"), "'tp=0' is not a name and a size of at least 1"),
         (("--mesh", "dp=2,dp=2"), "different names"),
         (("--mesh", "dp=1000000"), "at most"),
         (("--mesh", "dp=2", "--placements", "Shard(0):dp"), "expected GLOB="),
         (("--mesh", "dp=2", "--placements", "*=Shard(0)"), "neither"),
-        (("--mesh", "dp=2", "--placements", "*=Shard(0):tp"), "no dimension tp"),
+        (("--mesh", "dp=2", "--placements", "*=Shard(0):tp"), "no dimension tp, it has: dp"),
         (("--mesh", "dp=2", "--placements", "*=Partial:dp"), "neither"),
         (("--mesh", "dp=2", "--placements", "*=Shard(0):dp,Shard(1):dp"), "only once"),
+        (("--mesh", "dp=2", "--placements", "*=Replicate,foo*=Shard(0):dp"), "foo*=…: no tensor has such a name (see"),
+        (("--mesh", "dp=2", "--placements", "model.wieght=Replicate"), "close to it: model.weight"),
         (("--mesh", "dp=2", "--placements", "*=Shard(1):dp"), "Shard(1) cannot cut model.bias"),
     ],
 )

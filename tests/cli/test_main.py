@@ -47,6 +47,13 @@ def test_what_is_no_store_is_status_2(cli: Cli, tmp_path: Path, command: str, js
         assert len(ran.stderr.splitlines()) == 1
 
 
+def test_what_is_part_of_a_store_leads_to_it(cli: Cli, branched: Branched) -> None:
+    for root in (branched.root / "g0001", branched.root / "tierckpt.json"):
+        ran = cli("verify", root)
+        assert ran.status == 2
+        assert f"the store is {branched.root}: name that" in ran.stderr
+
+
 @pytest.mark.parametrize("command", STORE_COMMANDS)
 @pytest.mark.parametrize("damage", ["link", "gap", "store", "chain"])
 def test_a_broken_chain_is_status_1_and_named_on_stdout(

@@ -52,6 +52,20 @@ def test_other_checkpoints_are_checked_when_asked_for(cli: Cli, branched: Branch
     assert sum(line.startswith("checked step") for line in everything.lines) == 5
 
 
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+@pytest.mark.parametrize(("step", "reason"), [(1, "it was retired"), (9, "it was never saved")])
+def test_a_step_that_is_not_there_is_status_2_unless_something_is_wrong(
+    cli: Cli, branched: Branched, step: int, reason: str, json_option: tuple[str, ...]
+) -> None:
+    ran = cli("verify", branched.root, "--step", step, *json_option)
+    assert (ran.status, ran.stdout) == (2, "")
+    assert f"no checkpoint of step {step}: {reason}" in ran.stderr
+    (branched.root / "g0002" / "x").write_text("")
+    ran = cli("verify", branched.root, "--step", step, *json_option)
+    assert (ran.status, ran.stderr) == (1, "")
+    assert reason in ran.stdout and "g0002/x" in ran.stdout
+
+
 def test_quick_reads_no_tensors(cli: Cli, branched: Branched, shard: Path) -> None:
     flip(shard, -1)
     assert cli("verify", branched.root, "--quick").status == 0

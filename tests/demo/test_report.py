@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tierckpt.demo.report import STEPS, Run, _compare, main
+from tierckpt.demo.report import STEPS, Run, _compare, _workspace, main
 
 FROM_MEMORY = ({"sources": ["ram"], "seconds": 0.1},)
 LOSSES = {step: float(step).hex() for step in range(STEPS)}
@@ -58,6 +60,18 @@ def test_it_touches_no_folder_that_holds_something(tmp_path: Path, capsys: pytes
     assert main(tmp_path) == 2
     assert "not empty" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(("keep", "told"), [(False, "is removed; tierckpt demo --keep leaves it"), (True, "kept in")])
+def test_whether_its_folder_is_there_afterwards_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, told: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _workspace(None, keep, Console()) as space:
+        assert space.is_dir()
+    assert space.exists() == keep
+    shown = capsys.readouterr().out
+    assert told in shown and str(space) in shown
 
 
 @pytest.mark.acceptance

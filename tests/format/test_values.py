@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 import math
+import random
 import re
 import struct
 import subprocess
 import sys
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -278,7 +283,7 @@ class Sub(dict):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Unknown(), r"state\['k'\]\[1\]: .*test_values\.Unknown"),
+        (Unknown(), r"state\.k\.1: .*test_values\.Unknown"),
         (Sub(), "Sub"),
         (lambda: 1, "function"),
         (object, "type"),
@@ -298,13 +303,65 @@ def test_other_values_are_refused_by_name(value: Any, message: str) -> None:
     for nested in ({"k": (0, value)}, {"k": [0, value]}):
         with pytest.raises(StateError, match=message) as caught:
             values.encode(nested, path="state")
-        assert str(caught.value).startswith("state['k'][1]: ")
+        assert str(caught.value).startswith("state.k.1: ")
+
+
+class OnlySaves:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+class OnlyLoads:
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (Unknown(), r"dates, enums.*tensors, modules, and objects with both state_dict\(\) and load_state_dict\(\)"),
+        (OnlySaves(), r"has state_dict\(\) but no load_state_dict\(\)"),
+        (OnlyLoads(), r"has load_state_dict\(\) but no state_dict\(\)"),
+        (OnlySaves, "code"),
+        (Sub(), r"dict\(…\)"),
+        (deque(), r"list\(…\)"),
+        (Namespace(), r"vars\(…\)"),
+        (SimpleNamespace(), r"vars\(…\)"),
+        (Path("x"), r"str\(…\)"),
+        (random.Random(), r"getstate\(\)"),
+        (torch.Generator(), r"get_state\(\)"),
+        (np.random.default_rng(), r"bit_generator\.state"),
+        (np.random.RandomState(), r"get_state\(\)"),
+        (torch.utils.data.DataLoader([0]), r"tierckpt\.DataPosition"),
+        (lambda: 1, "code"),
+        (len, "code"),
+        (OnlySaves().state_dict, "code"),
+        (torch, "code"),
+        (partial(len), "code"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_to_store_instead_is_told(value: Any, hint: str) -> None:
+    with pytest.raises(StateError, match=f"^x: cannot store a value of type .*; .*{hint}"):
+        values.encode(value, path="x")
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        vars(Namespace(lr=1.5)),
+        random.Random(1).getstate(),
+        np.random.default_rng(1).bit_generator.state,
+        np.random.RandomState(1).get_state(),
+    ],
+)
+def test_what_is_told_to_store_can_be_stored(instead: Any) -> None:
+    assert same(round_trip(instead), instead)
 
 
 def test_cycles_and_depth_are_errors() -> None:
     loop: dict[str, Any] = {}
     loop["a"] = [loop, loop]
-    with pytest.raises(StateError, match=r"state\['a'\]\[0\]\['a'\].*contained in itself"):
+    with pytest.raises(StateError, match=r"^state\.a\.0\.a\..*: .*contained in itself"):
         values.encode(loop, path="state")
     deep: Any = 1j
     for _ in range(84):

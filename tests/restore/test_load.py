@@ -10,7 +10,7 @@ import torch
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import LayoutError, Mapping, PerRank, Rename
+from tierckpt import IncompleteError, LayoutError, Mapping, PerRank, Rename
 
 T = torch.ones(2)
 
@@ -121,3 +121,21 @@ def test_tied_tensors_come_back_beside_others_of_their_shape(tmp_path: Path) -> 
     """An alias is written by nobody: where it would be says nothing of other tensors."""
     found = run_ranks(_load_tied, 2, str(tmp_path / "s"))
     assert found == [[9.0, 9.0, *map(float, range(6))]] * 2
+
+
+def test_a_root_that_is_no_store_says_what_it_is(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    tierckpt.save({"x": T}, root, 1)
+    (tmp_path / "ck.pt").touch()
+    inside = f"no checkpoint store here: the store is {root}: name that"
+    for named, message in (
+        (tmp_path / "ck.pt", "no checkpoint store here: it is a file, not the folder of a store"),
+        (root / "g0001", inside),
+        (root / "g0001/s000000000001", inside),
+        (root / "g0002", inside),
+        (tmp_path / "other", "no checkpoint store here: nothing was ever saved"),
+    ):
+        for reads in (lambda root: tierckpt.load({"x": T}, root), tierckpt.read):
+            with pytest.raises(IncompleteError) as caught:
+                reads(named)
+            assert f"{named}: {message}" in str(caught.value)

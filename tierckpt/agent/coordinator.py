@@ -221,7 +221,8 @@ class Coordinator:
             free = self.place.free()
         if free is not None and free < size + FREE_MARGIN:
             raise StoreError(
-                f"{self.place.url}: no space for step {step}: it needs {size:,} bytes, {free:,} are free"
+                f"{self.place.url}: no space for step {step}: it needs {size:,} bytes and {FREE_MARGIN:,} that stay free, "
+                f"{free:,} are free"
             ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place.url)
 
     def commit(self, manifest: Manifest, layout: bytes, *, pinned: bool) -> bytes:

@@ -34,7 +34,7 @@ def command(root: str | None, run: str | None, node: str | None, metrics: int | 
     the newest complete snapshot. Name the run with --run (the trainers' run=), or give the ROOT of its store.
     """
     if (root is None) == (run is None):
-        raise click.UsageError("give ROOT or --run")
+        raise click.UsageError("give ROOT or --run" + ("" if run is None else ", not both"))
     if run is None:
         assert root is not None
         run = open_store(root).run

@@ -103,7 +103,7 @@ def command(root: str, mesh: str | None, placements: tuple[str, ...], as_json: b
     tried, notes = _try(store)
     chosen = tried[-1] if tried and not tried[-1].problems and not problems else None
     others = _others(store)
-    held = _held(store, chosen)
+    held = [] if problems else _held(store, chosen)  # what is not trusted is not looked for in memory either
     problems += [problem for candidate in tried for problem in candidate.problems]
     told = []
     if job is not None and chosen is not None:
@@ -235,16 +235,19 @@ def _say(
     chain = store.chain
     lineage = chain.lineage()
     say(f"run {store.run}, generation {chain.generation}, head {chain.links[-1].digest}")
+    it = "a restore"
     if held:
-        say(f"in memory of this machine's agents: {', '.join(dict.fromkeys(f'step {one.step}' for one in held))}")
-        say("a restore takes the newest of them that all nodes of the job have; without any")
+        first, *more = dict.fromkeys(f"step {one.step} (generation {one.generation})" for one in held)
+        say(f"a restore would take {first}")
+        say("from memory of this machine's agents" + (f", which also hold {', '.join(more)}" if more else ""))
+        it = "where a node of the job has lost its memory, it"
     if chosen is not None:
-        say(f"a restore would take {name_of(chosen.ref)}, {size(chosen.size)}")
+        say(f"{it} would take {name_of(chosen.ref)}, {size(chosen.size)}")
         say(f"from disk: {_folder(store, chosen.ref)}")
     elif not lineage:
-        say("a restore would find nothing: no checkpoint of this lineage has been committed")
+        say(f"{it} would find nothing: no checkpoint of this lineage has been committed")
     else:
-        say("a restore would fail")
+        say(f"{it} would fail")
     for note in notes:
         say(f"put last: {note}")
     for candidate in tried:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from tierckpt.tiers.rows import Rows, strides
 _RANKS_LIMIT = 1 << 16
 #: Pieces of tensors: every one of them is looked at. So many take half a minute.
 _PIECES_LIMIT = 1 << 27
+#: Names among which those close to a wrong one are looked for: so many take a second.
+_CLOSE_LIMIT = 1 << 13
 
 _DIMENSION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([1-9][0-9]{0,7})")
 _PLACEMENT = re.compile(r"(?:Shard\(([0-9]{1,3})\)|Replicate(?:\(\))?):([A-Za-z_][A-Za-z0-9_]*)|Replicate(?:\(\))?")
@@ -63,6 +66,17 @@ class Job:
                 return placement.cuts
         return ((0, 0),) if shape else ()
 
+    def must_match(self, keys: Iterable[Sequence[str]]) -> None:
+        """Raise UsageError for placements that speak of none of the tensors, whose names these are."""
+        known = [key for shared in keys for key in shared]
+        for pattern, _ in self.placements:
+            if not any(names.matches((key,), [pattern]) for key in known):
+                close = get_close_matches(pattern, known[:_CLOSE_LIMIT])
+                raise click.UsageError(
+                    f"--placements {pattern}=…: no tensor has such a name"
+                    + (f"; close to it: {', '.join(close)}" if close else "")
+                )
+
 
 def parse(mesh: str, placements: Sequence[str]) -> Job:
     """``dp=4,tp=2`` and, each any number of times, ``GLOB=Shard(0):tp,Shard(1):dp`` or ``GLOB=Replicate``.
@@ -73,11 +87,18 @@ def parse(mesh: str, placements: Sequence[str]) -> Job:
     Raises:
         UsageError: says what is wrong.
     """
-    found = [_DIMENSION.fullmatch(text.strip()) for text in mesh.split(",")]
-    dimensions = tuple(each[1] for each in found if each)
-    shape = tuple(int(each[2]) for each in found if each)
-    if len(dimensions) != len(found) or len(set(dimensions)) != len(dimensions):
-        raise click.UsageError(f"--mesh {mesh}: expected different names and sizes, like dp=4,tp=2")
+    found = []
+    for text in mesh.split(","):
+        each = _DIMENSION.fullmatch(text.strip())
+        if each is None:
+            raise click.UsageError(
+                f"--mesh {mesh}: {text.strip()!r} is not a name and a size of at least 1, like dp=4,tp=2"
+            )
+        found.append(each)
+    dimensions = tuple(each[1] for each in found)
+    shape = tuple(int(each[2]) for each in found)
+    if len(set(dimensions)) != len(dimensions):
+        raise click.UsageError(f"--mesh {mesh}: expected different names, like dp=4,tp=2")
     if prod(shape) > _RANKS_LIMIT:
         raise click.UsageError(f"--mesh {mesh}: {prod(shape):,} ranks; at most {_RANKS_LIMIT:,} can be explained")
     parsed: list[Placement] = []
@@ -100,7 +121,9 @@ def _cuts(spec: str, dimensions: tuple[str, ...], text: str) -> tuple[tuple[int,
     if found is None:
         raise click.UsageError(f"--placements {text}: {spec!r} is neither Shard(DIM):MESH_DIM nor Replicate")
     if found[2] is not None and found[2] not in dimensions:
-        raise click.UsageError(f"--placements {text}: the mesh has no dimension {found[2]}: {', '.join(dimensions)}")
+        raise click.UsageError(
+            f"--placements {text}: the mesh has no dimension {found[2]}, it has: {', '.join(dimensions)}"
+        )
     return ((dimensions.index(found[2]), int(found[1])),) if found[1] is not None else ()
 
 
@@ -185,7 +208,7 @@ def readings(content: Content, job: Job, progress: Callable[[int, int], None] | 
         progress: called with the number of readings done and in all.
 
     Raises:
-        UsageError: there is too much to look at.
+        UsageError: there is too much to look at, or a placement is of no tensor.
         IntegrityError, IncompleteError: a receipt is damaged or missing.
     """
     layout = content.layout
@@ -196,6 +219,7 @@ def readings(content: Content, job: Job, progress: Callable[[int, int], None] | 
     keys: dict[int, list[str]] = {}
     for i, name in enumerate(layout):
         keys.setdefault(layout.alias(i), []).append(names.dotted(names.split(name)))
+    job.must_match(keys.values())
     for i, shared in sorted(keys.items()):
         shape = layout.shape(i)
         chosen = job.cut(shared, shape)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from tierckpt.cli.output import count, say, say_json
-from tierckpt.errors import IncompleteError, IntegrityError, StoreError, UntrustedError
+from tierckpt.errors import AbsentError, IncompleteError, IntegrityError, StoreError, UntrustedError
 from tierckpt.format import paths
 from tierckpt.tiers import trust
 from tierckpt.tiers.disk import DiskPlace
@@ -37,12 +37,12 @@ def place_at(root: str) -> DiskPlace:
     place = DiskPlace.at(root)
     try:
         if not place.exists():
-            reason = "not a folder" if place.root.exists() else "no such folder"
-            raise StoreError(f"{place.url}: {reason}")
+            raise StoreError(f"{place.url}: {place.instead() or 'no such folder'}")
     except OSError as error:
         raise StoreError(f"cannot look at {place.url}: {error.strerror}") from error
     if place.size(paths.STORE) is None and not _was_store(place):
-        raise StoreError(f"{place.url}: no checkpoint store: there is no {paths.STORE} in this folder")
+        reason = place.instead() or f"there is no {paths.STORE} in this folder"
+        raise StoreError(f"{place.url}: no checkpoint store: {reason}")
     return place
 
 
@@ -99,7 +99,8 @@ def say_problems(problems: list[Problem]) -> None:
 
 
 def reports_data_errors(**skeleton: Any) -> Callable[[_Command], _Command]:
-    """For commands with ``--json``: errors in the data end them with status 1 and are printed on stdout.
+    """For commands with ``--json``: errors in the data end them with status 1 and are printed on stdout. That there is
+    no checkpoint of the step that was named is none of these.
 
     Args:
         skeleton: what the JSON document has besides ``problems`` when there is nothing to tell.
@@ -110,6 +111,8 @@ def reports_data_errors(**skeleton: Any) -> Callable[[_Command], _Command]:
         def run(*args: Any, as_json: bool, **options: Any) -> Any:
             try:
                 return function(*args, as_json=as_json, **options)
+            except AbsentError:  # a wrong command, not wrong data
+                raise
             except DATA_ERRORS as error:
                 problems = [problem_of(error)]
                 if as_json:

@@ -18,6 +18,7 @@ from tierckpt.errors import LayoutError, StoreError
 from tierckpt.format import names
 from tierckpt.format.layout_plan import ranges
 from tierckpt.format.values import shown
+from tierckpt.telling import a
 from tierckpt.tiers.content import Content
 
 NAME = "checkpoint.pt"
@@ -129,7 +130,7 @@ class _Plain:
 
     def _converted(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, (datetime, date, time)):
-            self._note(path, f"a {type(value).__name__}, as text")
+            self._note(path, f"{a(value)}, as text")
             return value.isoformat()
         if isinstance(value, timedelta):
             self._note(path, "a timedelta, as seconds")

@@ -10,6 +10,7 @@ import click
 from tierckpt import inspection
 from tierckpt.cli.output import count, progress, say, say_json, size
 from tierckpt.cli.target import json_option, place_at, root_argument, say_problems, usage, verdict
+from tierckpt.errors import AbsentError
 from tierckpt.tiers.trust import trusted_keys
 
 
@@ -64,6 +65,8 @@ def command(
             allow_extra=allow_extra,
             progress=told,
         )
+    if step is not None and report.head is not None and not report.checked and len(report.problems) == 1:
+        raise AbsentError(report.problems[0]["message"])  # a wrong command: nothing is wrong with what is there
     if as_json:
         say_json(report.to_json())
         return 0 if report.ok else 1

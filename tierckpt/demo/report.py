@@ -432,7 +432,10 @@ def _workspace(folder: Path | None, keep: bool, console: Console) -> Iterator[Pa
             console.print(f"kept in {escape(str(space))}", soft_wrap=True)
     else:
         with tempfile.TemporaryDirectory(prefix="tierckpt-demo-") as temporary:
-            yield Path(temporary)
+            try:
+                yield Path(temporary)
+            finally:  # the command that was shown names it
+                console.print(f"{escape(temporary)} is removed; tierckpt demo --keep leaves it", soft_wrap=True)
 
 
 if __name__ == "__main__":

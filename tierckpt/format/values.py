@@ -21,6 +21,7 @@ from tierckpt.errors import IntegrityError, StateError
 from tierckpt.format import canonical, foreign
 from tierckpt.format.canonical import JSON, MAX_INTEGER
 from tierckpt.format.foreign import Malformed, Refused, expect_array, expect_string
+from tierckpt.format.hints import instead_of
 
 DEPTH_LIMIT = 256
 """Nested arrays of one encoded value. A list takes two of them, a dict three."""
@@ -34,17 +35,18 @@ _NAN = "7ff8000000000000"
 def encode(value: object, *, path: str = "") -> JSON:
     """The encoded form of ``value``, fit for `canonical.encode`.
 
-    Raises ``StateError`` naming the place (``path`` and what is below it) for a value that is not of the
-    closed set, or nested too deep or in itself. Shared objects are written as often as they are met.
+    Raises ``StateError`` naming the place (``path`` and what is below it, with dots; without one ``value`` is the state)
+    for a value that is not of the closed set, or nested too deep or in itself. Shared objects are written as often as
+    they are met.
     """
     try:
         return _encode(value, 0)
     except Refused as refused:
-        steps = [f"[{shown(step)}]" for step in reversed(refused.path)]
+        steps = [step[:60] if type(step) is str else shown(step) for step in reversed(refused.path)]
         if len(steps) > 12:
             steps = [*steps[:6], "…", *steps[-3:]]
-        place = path + "".join(steps)
-        raise StateError(f"{place or 'the value'}: {refused}") from None
+        place = ".".join([path, *steps] if path else steps)
+        raise StateError(f"{place or 'the state'}: {refused}") from None
 
 
 class Encoded:
@@ -84,11 +86,7 @@ def _encode(value: object, depth: int) -> JSON:
         return ["namedtuple", kind.__name__, list(kind._fields), _items(value, depth + 2)]
     encoded = foreign.encode(value)
     if encoded is None:
-        raise Refused(
-            f"cannot store a value of type {_class(type(value))}; supported are None, bool, int, float, "
-            "complex, str, bytes, lists, tuples, sets, dicts, dates, enums, "
-            "named tuples, plain values of numpy and torch"
-        )
+        raise Refused(f"cannot store a value of type {_class(type(value))}; {instead_of(value)}")
     return encoded
 
 

@@ -11,7 +11,7 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.group import Group
 from tierckpt.restore.locate import candidates
 from tierckpt.tiers.base import Place
-from tierckpt.tiers.store import Store
+from tierckpt.tiers.store import Store, no_store
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def choose(
             if may_be_empty:
                 believe(_nothing(place, run))  # there must be a chain if one was seen here, or is expected
                 return b"null"
-            raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
+            raise no_store(place)
         store = opened[0]
         store.must_hold(run)
         believe(store)

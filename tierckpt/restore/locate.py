@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierckpt.errors import IncompleteError
+from tierckpt.errors import AbsentError, IncompleteError
 from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.tiers.store import Store
 from tierckpt.tiers.verify import why_absent
@@ -68,4 +68,4 @@ def _explicit(store: Store, step: int) -> CheckpointRef:
     others = sorted((ref for ref in chain.live.values() if ref.step == step), key=lambda ref: ref.generation)
     if others:
         return others[-1]
-    raise IncompleteError(why_absent(store, step))
+    raise AbsentError(why_absent(store, step))

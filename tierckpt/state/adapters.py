@@ -16,6 +16,7 @@ import torch
 from tierckpt.errors import StateError
 from tierckpt.format.boxes import flat_range
 from tierckpt.state.marks import Adapted, LiveTensor, Pieces
+from tierckpt.telling import a
 
 Piece = tuple[tuple[int, ...], torch.Tensor]
 
@@ -40,7 +41,7 @@ def pieces_of(value: Any) -> Any:
     if not found.tensors and not found.objects:
         return value if rest is _GONE else rest
     if rest is not _GONE and not isinstance(rest, dict):
-        raise StateError(f"pieces_of: sharded tensors in a {type(value).__name__}; give the dict that holds it")
+        raise StateError(f"pieces_of: sharded tensors in {a(value)}; give the dict that holds it")
     result: dict[Any, Any] = {} if rest is _GONE else dict(rest)
     for key, item in (*((key, of_megatron(each)) for key, each in found.tensors.items()), *found.objects.items()):
         if key in result:
@@ -181,7 +182,7 @@ class _Tree:
             if gone == len(found):
                 return _GONE
             if gone:
-                raise StateError(f"pieces_of: a {type(value).__name__} has both sharded tensors and other things")
+                raise StateError(f"pieces_of: {a(value)} has both sharded tensors and other things")
             return type(value)(found)
         return value
 

@@ -15,6 +15,7 @@ from torch import nn
 from tierckpt.errors import StateError
 from tierckpt.state.adapters import FlatPart
 from tierckpt.state.marks import LiveTensor
+from tierckpt.telling import a
 
 FLAT_PARAMETER = "_flat_param"
 """The name under which FSDP1 registers what it has made."""
@@ -42,7 +43,7 @@ def flattened(unit: nn.Module, *, what: Callable[[], str]) -> list[Flattened]:
     """
     handle: Any = getattr(unit, "_handle", None)
     if not hasattr(unit, "_fsdp_wrapped_module"):
-        raise StateError(f"{what()}: a {type(unit).__name__} that is not torch's; use fully_shard")
+        raise StateError(f"{what()}: {a(unit)} that is not torch's; use fully_shard")
     if handle is None:
         return []
     flat = handle.flat_param

@@ -18,6 +18,7 @@ from tierckpt.errors import LayoutError
 from tierckpt.format.boxes import Box
 from tierckpt.format.grid import REPLICATED, Cut, Mesh
 from tierckpt.state.marks import Pieces
+from tierckpt.telling import a
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -96,7 +97,7 @@ class Describer:
             return Described(value.dtype, value.global_shape, boxes, held, value)
         if _is_dtensor(value):
             return self._sharded(value, name)  # type: ignore[arg-type]
-        raise LayoutError(f"{name}: a {type(value).__name__} is not a tensor with memory of its own; convert it")
+        raise LayoutError(f"{name}: {a(value)} is not a tensor with memory of its own; convert it")
 
     def _sharded(self, value: DTensor, name: str) -> Described:
         spec = value._spec
@@ -112,7 +113,7 @@ class Describer:
             raise LayoutError(f"{name}: {spec.placements} do not fit a tensor of shape {list(shape)}")
         held = _local(value)
         if type(held) not in PLAIN:
-            raise LayoutError(f"{name}: its local tensor is a {type(held).__name__}, not a plain tensor")
+            raise LayoutError(f"{name}: its local tensor is {a(held)}, not a plain tensor")
         _check_memory(held, name)
         if coordinate is None:
             return Described(value.dtype, shape, cut, [], value)

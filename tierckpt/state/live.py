@@ -18,6 +18,7 @@ from tierckpt.state import adapters, arrays, modules, optimizers
 from tierckpt.state.marks import PerRank, Pieces, is_stateful
 from tierckpt.state.naming import below, readable
 from tierckpt.state.tensors import PLAIN, is_dtensor, is_uninitialized, kind_of_subclass, obstacle
+from tierckpt.telling import a
 
 DEPTH_LIMIT = 64
 """Containers within containers down to a tensor. Each takes three levels of the JSON of a layout, which has 64."""
@@ -202,7 +203,7 @@ class _Walker:
         """Containers of other classes would come back as something else."""
         if found is not None:
             raise StateError(
-                f"{readable(name)}: a {type(value).__name__} that holds tensors is not supported; use a dict, "
+                f"{readable(name)}: {a(value)} that holds tensors is not supported; use a dict, "
                 "an OrderedDict, a list, a tuple or a named tuple"
             )
 
@@ -356,7 +357,7 @@ class _Walker:
     def _stateful(self, value: Any, name: str) -> Branch:
         identity = id(value)
         if identity in self._open:
-            raise StateError(f"{readable(name)}: the state_dict of a {type(value).__name__} contains itself")
+            raise StateError(f"{readable(name)}: the state_dict of {a(value)} contains itself")
         self._open.add(identity)
         try:
             state = state_of(value)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tierckpt.errors import IntegrityError, StateError
+from tierckpt.telling import a
 
 LiveTensor: TypeAlias = "torch.Tensor | Pieces"
 
@@ -204,7 +205,7 @@ def _check_pieces(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], to
     for number, (offset, tensor) in enumerate(boxes):
         where = f"Pieces: piece {number} at {offset}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise StateError(f"{where} is a {type(tensor).__name__}; give plain tensors")
+            raise StateError(f"{where} is {a(tensor)}; give plain tensors")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise StateError(f"{where} is not a plain, strided tensor; convert it")
         if len(offset) != len(shape) or tensor.ndim != len(shape):

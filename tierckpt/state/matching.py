@@ -26,6 +26,7 @@ from tierckpt.state.nodes import ABSENT, MAPPINGS, SEQUENCES, SavedNode, array_o
 from tierckpt.state.position import DataPosition
 from tierckpt.state.rng import Generators
 from tierckpt.state.tensors import PLAIN, obstacle, type_name
+from tierckpt.telling import a
 
 Decoded: TypeAlias = Mapping[str, Any]
 Plan: TypeAlias = Callable[[Decoded], Any]
@@ -297,7 +298,7 @@ class Matcher:
         def check(got: Decoded) -> list[str]:
             found = plan(got)
             if not isinstance(found, dict):
-                return [f"{readable(node.name)}: saved as a {type(found).__name__}, the state has a module"]
+                return [f"{readable(node.name)}: saved as {a(found)}, the state has a module"]
             absent = [key for key in keys if key not in found] if self.strict else []
             return [f"{readable(node.name)}.{key}: missing in the checkpoint" for key in absent]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from tierckpt.collector import paused_collector
 from tierckpt.errors import LayoutError
 from tierckpt.format import blob as blobs
-from tierckpt.format import values
+from tierckpt.format import names, values
 from tierckpt.format.canonical import JSON
 from tierckpt.format.digest import derive
 from tierckpt.format.layout import Layout
@@ -359,7 +359,10 @@ def _replayed(values: Mapping[str, Any]) -> list[bool]:
 
 
 def _encoded(live: Mapping[str, Any]) -> dict[str, JSON]:
-    return {name: values.encode(value, path=readable(name)) for name, value in live.items()}
+    # What is below a root without tensors has the name that it has beside tensors.
+    return {
+        name: values.encode(value, path="" if name == names.ROOT else readable(name)) for name, value in live.items()
+    }
 
 
 def _total(layout: Layout) -> int:

@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from tierckpt.errors import StateError
+from tierckpt.telling import a
 
 _Item = TypeVar("_Item")
 _Indices: TypeAlias = "NDArray[numpy.uint64]"
@@ -159,7 +160,7 @@ class DataPosition:
         position means nothing, or not what `state_dict` returns. A load asks before it touches anything.
         """
         if not isinstance(state, Mapping):
-            return f"expected a dict, found a {type(state).__name__}"
+            return f"expected a dict, found {a(state)}"
         if set(state) != set(_KEYS):
             return f"expected the keys {', '.join(_KEYS)}, found {', '.join(map(str, state))}"
         for key in ("size", "epoch", "step", "consumed", "seed"):

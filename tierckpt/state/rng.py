@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tierckpt.state.marks import PerRank
+from tierckpt.telling import a
 
 
 def rng_state() -> PerRank:
@@ -38,7 +39,7 @@ class Generators:
     def misfit(self, state: object) -> str | None:
         """Why this is no state for `load_state_dict`, None if it is one. A load asks before it touches anything."""
         if not isinstance(state, dict):
-            return f"expected the state of generators, found a {type(state).__name__}"
+            return f"expected the state of generators, found {a(state)}"
         try:
             random.Random().setstate(state["python"])
             torch.Generator().set_state(state["torch"])

@@ -18,6 +18,7 @@ from tierckpt.state.naming import readable
 from tierckpt.state.nodes import SavedNode
 from tierckpt.state.rng import Generators
 from tierckpt.state.view import View
+from tierckpt.telling import a
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,7 @@ class Target:
         if self._plan is not None:
             found = self._plan(self._decoded)
             if isinstance(self._root, Leaf) and found is not self._state and not replace_root(self._state, found):
-                raise LayoutError(
-                    f"the state is a {type(self._state).__name__}, which cannot be changed in place; put it in a dict"
-                )
+                raise LayoutError(f"the state is {a(self._state)}, which cannot be changed in place; put it in a dict")
         marks = self._matcher.marks
         for name in sorted(self._marked, key=lambda name: isinstance(marks[name].value, Generators)):
             mark = marks[name]

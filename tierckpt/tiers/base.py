@@ -94,6 +94,10 @@ class Place(ABC):
     def exists(self) -> bool:
         """Whether the place itself exists."""
 
+    def instead(self) -> str:
+        """Where there is no store here: what there is, if that helps who looked for one; else nothing."""
+        return ""
+
     @abstractmethod
     def read(self, name: str, limit: int) -> bytes:
         """All bytes of a file.

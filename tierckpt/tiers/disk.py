@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, StateError, StoreError
+from tierckpt.format import paths
+from tierckpt.telling import a
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class DiskPlace(Place):
             StateError: it is no path.
         """
         if not isinstance(root, (str, os.PathLike)) or isinstance(text := os.fspath(root), bytes):
-            raise StateError(f"root is a {type(root).__name__}: it takes the path of a folder (is it in its place?)")
+            raise StateError(f"root is {a(root)}: it takes the path of a folder (is it in its place?)")
         scheme, separator, rest = text.partition("://")
         if separator and scheme != "file":
             raise StoreError(f"{text}: this version keeps stores in folders; {scheme}:// is not supported yet")
@@ -67,6 +69,17 @@ class DiskPlace(Place):
 
     def exists(self) -> bool:
         return self.root.is_dir()
+
+    def instead(self) -> str:
+        found = []
+        if os.path.exists(self.url) and not os.path.isdir(self.url):
+            found.append("it is a file, not the folder of a store")
+        # The folders of a store, and the files in them, lie at most so deep.
+        for folder in list(self.root.parents)[:3]:
+            if os.path.isfile(folder / paths.STORE):
+                found.append(f"the store is {folder}: name that")
+                break
+        return "; ".join(found)
 
     def read(self, name: str, limit: int) -> bytes:
         fd = self._open_regular(name)

@@ -60,7 +60,7 @@ class Store:
         """
         store = cls.find(place)
         if store is None or not store.chain.links:
-            raise IncompleteError(f"{place.url}: no checkpoint store here: nothing was ever saved")
+            raise no_store(place)
         return store
 
     @classmethod
@@ -277,6 +277,11 @@ class Store:
             return self.place.read(name, limit)
         except FileNotFoundError:
             raise IncompleteError(f"{self.url}/{name} ({what}) is missing") from None
+
+
+def no_store(place: Place) -> IncompleteError:
+    """Nothing was ever begun at ``place``, or what is there is none of our stores."""
+    return IncompleteError(f"{place.url}: no checkpoint store here: {place.instead() or 'nothing was ever saved'}")
 
 
 def put(place: Place, name: str, data: bytes) -> None:
