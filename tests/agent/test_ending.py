@@ -17,7 +17,8 @@ import tierckpt
 from tests.agent.job import state
 from tests.agents import at_the_next_write, gone, slot_ahead, status, statuses, tell, until
 from tests.harness import spawn
-from tierckpt import Checkpointer, Disk, Ram, SkippedError
+from tierckpt import Checkpointer, Disk, Ram, SkippedError, config
+from tierckpt.agent import orphans
 from tierckpt.agent.runtime import Home
 from tierckpt.agent.server import Server
 from tierckpt.agent.snapshots import Generation, Snapshot
@@ -72,6 +73,21 @@ def test_a_step_that_is_complete_late_is_written_too(server: Server, tmp_path: P
     until(server._close)
     with pytest.raises(AgentLostError):
         server.holdings.complete(generation, 0, 5, due=False)
+
+
+def test_the_last_attempt_comes_when_its_time_is_over(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room may have been made on a full disk since the one before."""
+    attempts: list[float] = []
+    monkeypatch.setattr(config, "DRAIN_PAUSE", 1000.0)
+    monkeypatch.setattr(orphans, "settle", lambda *_: attempts.append(server._patience))
+    generation = joined(server, tmp_path)
+    server._deadline = 0.2
+    server._stopped(signal.SIGTERM, None)
+    server.gone(generation)
+    until(lambda: generation.settled)
+    assert len(attempts) == 2 and attempts[0] > 0.0 == attempts[1]
 
 
 def test_it_finishes_although_no_thread_is_to_be_had(

@@ -207,9 +207,10 @@ class Server:
             self.holdings.change.notify_all()
             ending = self.ending
             left = self._patience if ending else self.holdings.seen + self._idle - time.monotonic()
-            if seconds >= left:
+            if left <= 0:
                 return False
-            self.holdings.change.wait_for(lambda: is_over() or self.ending != ending, seconds)
+            # The last attempt is made when there is no more time.
+            self.holdings.change.wait_for(lambda: is_over() or self.ending != ending, min(seconds, left))
             return not is_over()
 
     def ended(self, connection: Connection) -> None:
