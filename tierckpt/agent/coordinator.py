@@ -150,11 +150,8 @@ class Coordinator:
         store = self._store = Store.open(self.place)
         store.must_hold(self.run)
         store.must_be_current(generation)
-        started = store.chain.begins.get(generation)
-        if begin is not None and (started is None or started.digest != begin):
-            raise FencedError(
-                f"{store.url}: the store was removed, replaced or rolled back since generation {generation} began"
-            )
+        if begin is not None:
+            store.must_have_begun(generation, begin)
         self.run, self.generation = store.run, generation
         key = self._key = trust.signing_key(store.run, self._given_key)
         if since is None:
