@@ -147,6 +147,23 @@ def test_files_that_others_may_be_writing_are_not_cleaned_up(tmp_path: Path) -> 
         assert being_written.exists()
 
 
+@pytest.mark.parametrize(("written", "hours", "stays"), [(True, 1, True), (False, 1, False), (True, 30, False)])
+def test_prune_leaves_alone_what_the_next_start_may_put_together(
+    tmp_path: Path, written: bool, hours: int, stays: bool
+) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state(0)).wait()
+    names = ["shard-00000.safetensors", *(["shard-00000.receipt.json"] if written else [])]
+    paths = [root / "g0001/s000000000007" / name for name in names]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_bytes(b"x")
+        os.utime(path, (then := time.time() - 3600 * hours, then))
+    tierckpt.prune(root, grace=0)
+    assert [path.exists() for path in paths] == [stays] * len(paths)
+
+
 def test_a_step_that_arrives_while_older_ones_are_sealed_drops_none(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=2)]) as ckpt:
         handles = [ckpt.save(step, state(step)) for step in (0, 3, 2, 5, 4, 7, 6, 9, 8)]
