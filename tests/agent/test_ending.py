@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tierckpt
 from tests.agent.job import state, values
-from tests.agents import at_the_next_write, gone, slot_ahead, status, statuses, tell, until
+from tests.agents import at_the_next_write, end_all, gone, slot_ahead, status, statuses, tell, until
 from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError
 from tierckpt.agent.orphans import settle
@@ -248,6 +248,18 @@ def test_nothing_is_put_together_of_which_a_part_is_not_whole(tmp_path: Path, wh
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         told = run_ranks(_goes_on, 2, str(root), True, env=NODES)
+    assert [(step, found) for step, found, _ in told] == [(0, {0.0})] * 2
+    assert tierckpt.steps(root) == [0, 10] and tierckpt.verify(root, every=True).ok
+
+
+@pytest.mark.limit(120)
+def test_receipts_of_which_no_agent_knows_are_not_believed(tmp_path: Path) -> None:
+    """They are not signed: whoever can write to the store could have made them."""
+    root = tmp_path / "s"
+    spawn(_first_agent_ends_first, 2, str(root), 3, env=NODES)
+    until(lambda: all((root / f"g0001/s000000000003/shard-0000{rank}.receipt.json").exists() for rank in range(2)))
+    end_all()
+    told = run_ranks(_goes_on, 2, str(root), True, env=NODES)
     assert [(step, found) for step, found, _ in told] == [(0, {0.0})] * 2
     assert tierckpt.steps(root) == [0, 10] and tierckpt.verify(root, every=True).ok
 
