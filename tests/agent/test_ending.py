@@ -282,7 +282,7 @@ def test_an_agent_writes_nothing_into_a_store_of_another_life(server: Server, tm
             generation,
             title,
             slot,
-            0,
+            1,
             header_size=0,
             header_digest="",
             layout="",

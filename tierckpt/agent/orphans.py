@@ -70,7 +70,8 @@ def _settle(holdings: Holdings, generation: Generation, steps: Mapping[int, Step
     if coordinator is not None:
         committed = [step for number, step in coordinator.store.chain.committed if number == generation.number]
         steps = _newer(holdings, generation, steps, committed)
-    else:  # what is written here may be put together with what others write: nobody else looks whether it is of this chain
+    elif any(snapshot.size for step in steps.values() for snapshot in step.snapshots.values()):
+        # It may be put together with what others write: nobody else looks whether it is of this chain.
         Store.open(generation.place).must_have_begun(generation.number, generation.begin)
     for step in steps.values():
         for _, snapshot in sorted(step.snapshots.items()):
