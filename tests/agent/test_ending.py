@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 import tierckpt
-from tests.agent.job import state
-from tests.agents import at_the_next_write, gone, slot_ahead, status, statuses, tell, until
-from tests.harness import spawn
+from tests.agent.job import state, values
+from tests.agents import at_the_next_write, end_all, gone, slot_ahead, status, statuses, tell, until
+from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, Ram, SkippedError, config
 from tierckpt.agent import orphans
 from tierckpt.agent.runtime import Home
@@ -180,12 +182,152 @@ def test_files_that_others_may_be_writing_are_not_cleaned_up(tmp_path: Path) -> 
         assert being_written.exists()
 
 
+@pytest.mark.parametrize(("written", "hours", "stays"), [(True, 1, True), (False, 1, False), (True, 30, False)])
+def test_prune_leaves_alone_what_the_next_start_may_put_together(
+    tmp_path: Path, written: bool, hours: int, stays: bool
+) -> None:
+    root = tmp_path / "s"
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(0, state(0)).wait()
+    names = ["shard-00000.safetensors", *(["shard-00000.receipt.json"] if written else [])]
+    paths = [root / "g0001/s000000000007" / name for name in names]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_bytes(b"x")
+        os.utime(path, (then := time.time() - 3600 * hours, then))
+    tierckpt.prune(root, grace=0)
+    assert [path.exists() for path in paths] == [stays] * len(paths)
+
+
 def test_a_step_that_arrives_while_older_ones_are_sealed_drops_none(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", tiers=[Ram(), Disk(every=2)]) as ckpt:
         handles = [ckpt.save(step, state(step)) for step in (0, 3, 2, 5, 4, 7, 6, 9, 8)]
         ckpt.wait()
         wrong = [handle.error for handle in handles if handle.error is not None]
         assert all(isinstance(error, SkippedError) for error in wrong), wrong
+
+
+NODES = [{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}]
+
+
+def _first_agent_ends_first(rank: int, root: str, last: int) -> None:
+    """The agent of rank 0's node is told to end, and has, while all ranks live; then these die."""
+    ckpt = Checkpointer(root, tiers=[Ram(drain_deadline=0.5), RARELY])
+    ckpt.restore(state(-1, rank))
+    for step in range(last + 1):
+        ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+    dist.barrier()
+    if rank == 0:
+        (pid,) = (one["pid"] for one in statuses() if one["node"] == "a")
+        os.kill(pid, signal.SIGTERM)
+        assert gone(pid)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _goes_on(rank: int, root: str, restores: bool) -> tuple[int, set[float], set[str]]:
+    found = state(-1, rank)
+    with Checkpointer(root, tiers=[Ram(), RARELY]) as ckpt:
+        info = ckpt.restore(found) if restores else None
+        ckpt.save(10, state(10, rank)).wait()
+    return (info.step, values(found, rank), set(info.sources)) if info is not None else (-1, set(), set())
+
+
+def _of_node(root: str) -> str:
+    return f"{root}/{os.environ['TIERCKPT_NODE']}"
+
+
+def _first_agent_ends_first_local(rank: int, root: str, last: int) -> None:
+    _first_agent_ends_first(rank, _of_node(root), last)
+
+
+def _goes_on_local(rank: int, root: str, restores: bool) -> tuple[int, set[float], set[str]]:
+    return _goes_on(rank, _of_node(root), restores)
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("restores", [True, False])
+def test_what_an_agent_wrote_before_it_ended_is_put_together_with_what_others_hold(
+    tmp_path: Path, restores: bool
+) -> None:
+    root = tmp_path / "s"
+    spawn(_first_agent_ends_first, 2, str(root), 3, env=NODES)
+    assert tierckpt.steps(root) == [0]
+    told = run_ranks(_goes_on, 2, str(root), restores, env=NODES)
+    if restores:
+        assert [(step, found) for step, found, _ in told] == [(3, {3.0})] * 2
+        assert all("ram" in sources for *_, sources in told) and any("disk" in sources for *_, sources in told)
+    assert tierckpt.steps(root) == [0, 3, 10]
+    report = tierckpt.verify(root, every=True)
+    assert report.ok and not report.notes, (report.problems, report.notes)
+
+
+@pytest.mark.limit(120)
+def test_so_it_is_where_each_node_has_its_root(tmp_path: Path) -> None:
+    spawn(_first_agent_ends_first_local, 2, str(tmp_path), 3, env=NODES)
+    told = run_ranks(_goes_on_local, 2, str(tmp_path), True, env=NODES)
+    assert [(step, found) for step, found, _ in told] == [(3, {3.0})] * 2
+    for node in "ab":
+        assert tierckpt.steps(tmp_path / node) == [0, 3, 10]
+        report = tierckpt.verify(tmp_path / node, every=True)
+        assert report.ok, report.problems
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("what", ["shard-00000.safetensors", "shard-00000.receipt.json"])
+def test_nothing_is_put_together_of_which_a_part_is_not_whole(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "s"
+    spawn(_first_agent_ends_first, 2, str(root), 3, env=NODES)
+    path = root / "g0001/s000000000003" / what
+    path.write_bytes(path.read_bytes()[:4096] if what.endswith("safetensors") else b"{}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told = run_ranks(_goes_on, 2, str(root), True, env=NODES)
+    assert [(step, found) for step, found, _ in told] == [(0, {0.0})] * 2
+    assert tierckpt.steps(root) == [0, 10] and tierckpt.verify(root, every=True).ok
+
+
+@pytest.mark.limit(120)
+def test_receipts_of_which_no_agent_knows_are_not_believed(tmp_path: Path) -> None:
+    """They are not signed: whoever can write to the store could have made them."""
+    root = tmp_path / "s"
+    spawn(_first_agent_ends_first, 2, str(root), 3, env=NODES)
+    until(lambda: all((root / f"g0001/s000000000003/shard-0000{rank}.receipt.json").exists() for rank in range(2)))
+    end_all()
+    told = run_ranks(_goes_on, 2, str(root), True, env=NODES)
+    assert [(step, found) for step, found, _ in told] == [(0, {0.0})] * 2
+    assert tierckpt.steps(root) == [0, 10] and tierckpt.verify(root, every=True).ok
+
+
+def test_an_agent_writes_nothing_into_a_store_of_another_life(server: Server, tmp_path: Path) -> None:
+    """Who signs looks; what the others write may be put together with it."""
+    root = tmp_path / "s"
+    with Checkpointer(root, agent="off") as ckpt:
+        ckpt.save(1, state(1)).wait()
+    generation = Generation(1, {1: "b"}, 2, str(root), DiskPlace(str(root)), roots=1, slots=3, locals=frozenset({1}))
+    server.holdings.join(generation, 1, "client", 1 << 20, None)
+    title = Title("r", 1, 7, 1, 2)
+    server.holdings.seal(
+        generation,
+        1,
+        7,
+        None,
+        0,
+        lambda slot: Snapshot(
+            generation,
+            title,
+            slot,
+            1,
+            header_size=0,
+            header_digest="",
+            layout="",
+            metadata=None,
+            due=False,
+            pinned=False,
+        ),
+    )
+    assert not orphans.settle(server.holdings, generation, 0.0)
+    assert "removed, replaced or rolled back" in server.holdings.errors[-1]
 
 
 def _seals_more_than_the_other_node(rank: int, root: str) -> None:
@@ -216,7 +358,7 @@ def _seals_more_than_the_other_node(rank: int, root: str) -> None:
 def test_the_newest_step_that_all_nodes_have_is_drained(tmp_path: Path) -> None:
     """Trainers may die when one node has sealed a step that another has not."""
     root = tmp_path / "s"
-    spawn(_seals_more_than_the_other_node, 2, str(root), env=[{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}])
+    spawn(_seals_more_than_the_other_node, 2, str(root), env=NODES)
     os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
     until(lambda: tierckpt.steps(root)[-1:] in ([3], [4]))
     assert tierckpt.verify(root, every=True).ok

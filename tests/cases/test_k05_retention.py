@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import tierckpt
 from tests.cases.common import blank, files_of, holds, state
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk
+from tierckpt import Checkpointer, Disk, PerRank, StoreError
+from tierckpt.tiers.disk import DiskPlace
 
 _STEPS = range(1, 7)
 
@@ -75,3 +79,82 @@ def test_c22_a_pinned_checkpoint_stays_beside_those_that_are_kept(tmp_path: Path
     tierckpt.prune(tmp_path, keep=1, grace=0)
     assert tierckpt.steps(tmp_path) == [1, 5]
     assert tierckpt.verify(tmp_path, every=True).ok
+
+
+# Beyond what is to be kept: an agent that commits retires nothing
+
+
+def _large(value: float, *, own: bool = False) -> dict[str, Any]:
+    found = state(value, size=400_000)  # 4.8 MB, 6.3 MB as values
+    return {"mine": PerRank(found)} if own else found
+
+
+def _disk_for(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
+    def free(place: DiskPlace) -> int:
+        return size - sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+    monkeypatch.setattr(DiskPlace, "free", free)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_should_have_gone_goes_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Also where most of a step is values, of which the estimate knows nothing."""
+    with Checkpointer(tmp_path, agent="off") as ckpt:
+        for step in range(4):
+            ckpt.save(step, _large(step, own=own)).wait()
+    _disk_for(monkeypatch, tmp_path, 29_000_000 if own else 22_000_000)  # for keep + 1
+    seen: list[list[int]] = []
+    with Checkpointer(tmp_path, tiers=[Disk(keep=3)], agent="off") as ckpt:
+        ckpt.restore(_large(-1, own=own))
+        put = ckpt._coordinator.keep_documents
+
+        def look(*documents: Any) -> bytes:
+            seen.append(tierckpt.steps(tmp_path))
+            return put(*documents)
+
+        ckpt._coordinator.keep_documents = look  # type: ignore[method-assign]
+        for step in range(4, 7):
+            ckpt.save(step, _large(step, own=own)).wait()
+    assert seen[0] == [1, 2, 3]
+    assert tierckpt.steps(tmp_path) == [4, 5, 6]
+    assert tierckpt.verify(tmp_path, every=True).ok
+
+
+def test_the_newest_and_what_is_continued_stay_for_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path, agent="off") as ckpt:
+        for step in range(4):
+            ckpt.save(step, _large(step)).wait()
+    _disk_for(monkeypatch, tmp_path, 9_000_000)
+    with Checkpointer(tmp_path, tiers=[Disk(keep=1)], agent="off") as ckpt:
+        ckpt.restore(_large(-1), step=1)
+        with pytest.raises(StoreError, match="no space for step 2"):
+            ckpt.save(2, _large(2)).wait()
+    assert tierckpt.steps(tmp_path) == [1]
+    found = _large(-1)
+    assert tierckpt.load(found, tmp_path).step == 1 and holds(found, 1)
+
+
+def test_nothing_goes_that_is_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path, tiers=[Disk(keep=3)], agent="off") as ckpt:
+        for step in range(3):
+            ckpt.save(step, _large(step)).wait()
+        _disk_for(monkeypatch, tmp_path, 16_000_000)
+        with pytest.raises(StoreError, match="no space for step 3"):
+            ckpt.save(3, _large(3)).wait()
+    assert tierckpt.steps(tmp_path) == [0, 1, 2] and tierckpt.verify(tmp_path, every=True).ok
+
+
+def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path, agent="off") as ckpt:
+        for step in range(3):
+            ckpt.save(step, _large(step)).wait()
+        (tmp_path / files_of(tmp_path, 2)[-1]).unlink()
+        _disk_for(monkeypatch, tmp_path, 12_000_000)
+        ckpt._coordinator._retention = Disk(keep=1).retention
+        with pytest.warns(RuntimeWarning, match="could not be retired"), pytest.raises(StoreError, match="no space"):
+            ckpt.save(3, _large(3)).wait()
+    assert tierckpt.steps(tmp_path) == [0, 1, 2]

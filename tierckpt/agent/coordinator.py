@@ -78,6 +78,8 @@ class Coordinator:
         self._given_up: set[tuple[int, int]] = set()
         # Retired checkpoints whose files are still there, and since when.
         self._waiting: deque[tuple[float, CheckpointRef]] = deque()
+        # The checkpoint that was measured last, and its bytes.
+        self._measured: tuple[CheckpointRef | None, int] = None, 0
         self.roots = one_root(1)
 
     @property
@@ -150,11 +152,8 @@ class Coordinator:
         store = self._store = Store.open(self.place)
         store.must_hold(self.run)
         store.must_be_current(generation)
-        started = store.chain.begins.get(generation)
-        if begin is not None and (started is None or started.digest != begin):
-            raise FencedError(
-                f"{store.url}: the store was removed, replaced or rolled back since generation {generation} began"
-            )
+        if begin is not None:
+            store.must_have_begun(generation, begin)
         self.run, self.generation = store.run, generation
         key = self._key = trust.signing_key(store.run, self._given_key)
         if since is None:
@@ -205,7 +204,8 @@ class Coordinator:
         trust.Trust(self._trusted, held, self._expect_head).check(store)
 
     def room_for(self, total: int, step: int, rank: int) -> None:
-        """Make sure that this root's share of ``total`` bytes can be written; retired checkpoints go at once if need be.
+        """Make sure that this root's share of ``total`` bytes can be written. Retired checkpoints go at once if need be, and
+        with them what should be: an agent that commits retires nothing.
 
         Only the leader of a root looks.
 
@@ -214,16 +214,47 @@ class Coordinator:
         """
         if self._store is None:
             return
-        size = total * len(self.roots.members(rank)) // len(self.roots.of)
+        ours, of = len(self.roots.members(rank)), len(self.roots.of)
+        size, saving = total * ours // of, [(self.generation, step)]
+        # An estimate, which counts no values. What the newest checkpoint takes says when to make room; it refuses no save.
+        wanted = max(size, self._size_of_newest() * ours // of)
+        if self._is_short_of(wanted):
+            self._collect(saving, grace=0.0)
+            if self._is_short_of(wanted) and self._retire_overdue():
+                self._collect(saving, grace=0.0)
         free = self.place.free()
-        if free is not None and free < size + FREE_MARGIN:
-            self._collect([(self.generation, step)], grace=0.0)
-            free = self.place.free()
         if free is not None and free < size + FREE_MARGIN:
             raise StoreError(
                 f"{self.place.url}: no space for step {step}: it needs {size:,} bytes and {FREE_MARGIN:,} that stay free, "
                 f"{free:,} are free"
             ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place.url)
+
+    def _is_short_of(self, size: int) -> bool:
+        free = self.place.free()
+        return free is not None and free < size + FREE_MARGIN
+
+    def _size_of_newest(self) -> int:
+        """Bytes of the newest checkpoint's shards, 0 if there is none that can be looked at."""
+        newest = self.store.chain.newest
+        if newest is not None and self._measured[0] != newest:
+            size = 0
+            with contextlib.suppress(TierckptError):  # told of by whoever reads it
+                size = sum(shard.size for shard in self.store.manifest(newest).shards)
+            self._measured = newest, size
+        return 0 if newest is None else self._measured[1]
+
+    def _retire_overdue(self) -> bool:
+        """Retire what the policy lets go now; whether there was any. Where it can be signed, and while the newest is there."""
+        newest, key = self.store.chain.newest, self._key
+        if newest is None or key is None:
+            return False
+        try:
+            return self._retire(newest, self.store.manifest(newest), key)
+        except (FencedError, UntrustedError):
+            raise
+        except TierckptError as error:
+            warn(f"{self.place.url}: there is little space, and old checkpoints could not be retired: {error}")
+            return False
 
     def commit(self, manifest: Manifest, layout: bytes, *, pinned: bool) -> bytes:
         """Publish a checkpoint whose shards and receipts are durable, then retire what is due to go. Rank 0 only."""
@@ -240,7 +271,13 @@ class Coordinator:
                 raise FencedError(fenced) from error
             raise
         assert link is not None
-        problem = self._retire(ref, manifest, key)
+        problem = None
+        try:
+            self._retire(ref, manifest, key)
+            self._clear()
+        except TierckptError as error:
+            # The new checkpoint is durable; old ones that stay do no harm.
+            problem = f"{self.place.url}: old checkpoints could not be retired: {error}"
         # What others have published since (prune, say) goes to the other roots as well: their chains must have no gaps.
         first, self._told = self._told, len(store.chain.links)
         links = range(first, self._told) if len(self.roots.leaders) > 1 else ()
@@ -330,20 +367,14 @@ class Coordinator:
             pins = trust.Pins.load(self._store.run, self._pins)
             trust.remember(self._store.chain, self._store.url, pins, self._trusted)
 
-    def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> str | None:
-        """Retire what the new checkpoint replaces, and remove what was retired long enough ago."""
-        try:
-            going = to_retire(self.store.chain, self._retention, new)
-            if going:
-                check_present(self.store, manifest)
-                store = self.store
-                store.publish(lambda chain: self._retire_link(chain, new), key)
-                self._await(going)
-            self._clear()
-        except TierckptError as error:
-            # The new checkpoint is durable; old ones that stay do no harm.
-            return f"{self.place.url}: old checkpoints could not be retired: {error}"
-        return None
+    def _retire(self, new: CheckpointRef, manifest: Manifest, key: SigningKey) -> bool:
+        """Retire what the durable checkpoint ``new`` replaces; whether there was any."""
+        going = to_retire(self.store.chain, self._retention, new)
+        if going:
+            check_present(self.store, manifest)
+            self.store.publish(lambda chain: self._retire_link(chain, new), key)
+            self._await(going)
+        return bool(going)
 
     def _retire_link(self, chain: Chain, new: CheckpointRef) -> Link | None:
         self._must_go_on_from(chain)

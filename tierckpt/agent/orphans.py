@@ -16,6 +16,7 @@ from tierckpt.format.keys import SigningKey
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import SIZE_LIMIT, Receipt
+from tierckpt.tiers.store import Store
 
 #: Seconds between two looks at a shared root for the receipts of other nodes.
 _LOOK = 0.2
@@ -69,6 +70,9 @@ def _settle(holdings: Holdings, generation: Generation, steps: Mapping[int, Step
     if coordinator is not None:
         committed = [step for number, step in coordinator.store.chain.committed if number == generation.number]
         steps = _newer(holdings, generation, steps, committed)
+    elif any(snapshot.size for step in steps.values() for snapshot in step.snapshots.values()):
+        # It may be put together with what others write: nobody else looks whether it is of this chain.
+        Store.open(generation.place).must_have_begun(generation.number, generation.begin)
     for step in steps.values():
         for _, snapshot in sorted(step.snapshots.items()):
             holdings.write(snapshot)

@@ -75,7 +75,7 @@ def prune(
         if not dry_run:
             signer = _signer(store, key)
             store.publish(lambda chain: _retire(chain, policy), signer)
-    found = leftovers.find(store, grace=grace)
+    found = leftovers.find(store, grace=grace, sparing=leftovers.written_lately(store))
     if dry_run:
         gone = {(ref.generation, ref.step) for ref in done.retired}
         files = found.waiting if grace > 0 else found.retired

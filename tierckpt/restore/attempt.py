@@ -125,6 +125,11 @@ class Attempt:
         """Bytes that this rank has read, each counted once."""
         return self._shards.bytes
 
+    def sources(self, tier: str) -> dict[str, int]:
+        """From which tier they came, when the store is of ``tier``."""
+        elsewhere = self._shards.elsewhere
+        return {tier: self.bytes_read - elsewhere, **({"disk": elsewhere} if elsewhere else {})}
+
     @torch.inference_mode(False)  # what is allocated for an optimizer must be of use outside of it
     def fit(self) -> None:
         """Read the values, and find a place for everything; nothing live is touched.

@@ -39,6 +39,11 @@ class Choice:
     problem: str = ""
     source: int = 0
 
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The newest generation, and the highest step that it ever committed."""
+        return self.generation, self.last
+
     def encode(self) -> bytes:
         refs = [[ref.generation, ref.step, ref.id] for ref in self.refs]
         told = [self.run, self.head, refs, list(self.skipped), self.generation, self.begin, self.last, self.problem]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.group import Group
 from tierckpt.restore.choice import Choice
+from tierckpt.restore.written import Lack, Written, written
 from tierckpt.telling import warn
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.ram import RamPlace
@@ -35,6 +36,7 @@ class Held:
         ranks: those whose shards are on this rank's node; on its leader's word.
         pinned: as passed to ``save``.
         begin: digest of the link that began its generation.
+        written: of ranks whose agents have ended, what is in the store.
     """
 
     ref: CheckpointRef
@@ -43,6 +45,7 @@ class Held:
     ranks: Sequence[int]
     pinned: bool
     begin: str
+    written: Mapping[int, Written] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Memories:
     """What is held of one store; empty where no agent runs. Its methods are not collective."""
 
     run: str
-    url: str
+    place: Place
     held: dict[CheckpointRef, Held] = field(default_factory=dict)
     client: Client | None = None
 
@@ -64,7 +67,14 @@ class Memories:
         documents.update({paths.receipt(generation, step, r): partial(self._receipt, ref, r) for r in held.ranks})
         documents[paths.manifest(generation, step)] = held.manifest.encode
         documents[paths.layout(held.manifest.layout)] = partial(self.layout, held.manifest.layout)
-        place = RamPlace(f"memory of {self.url}", sizes, documents, lambda name: self._memory(ref, shards[name]))
+        names = [name(generation, step, rank) for rank in held.written for name in (paths.shard, paths.receipt)]
+        place = RamPlace(
+            f"memory of {self.place.url}",
+            sizes,
+            documents,
+            lambda name: self._memory(ref, shards[name]),
+            elsewhere=dict.fromkeys(names, self.place),
+        )
         return Store.bare(place, self.run)
 
     def layout(self, digest: str) -> bytes:
@@ -97,9 +107,14 @@ class Memories:
 
 
 @contextlib.contextmanager
-def memories(group: Group, place: Place, run: str, *, timeout: float) -> Iterator[Memories]:
-    """What the agents hold of the store of ``run`` at ``place``. Collective."""
-    found = Memories(run, place.url)
+def memories(group: Group, place: Place, run: str, *, timeout: float, beyond: tuple[int, int]) -> Iterator[Memories]:
+    """What the agents hold of the store of ``run`` at ``place``. Collective.
+
+    Args:
+        beyond: a generation and a step of it: of newer ones what some agents have written may be put together with what
+            others hold.
+    """
+    found = Memories(run, place)
     client = Client(run, config.node(), start=False, timeout=timeout)
     try:
         # One rank of each node asks for all of it; what it hears is true for the node's other ranks.
@@ -109,7 +124,7 @@ def memories(group: Group, place: Place, run: str, *, timeout: float) -> Iterato
                 found.client = client
         except TierckptError as error:
             warn(f"the agent of run {run} is left alone: {error}")
-        _combine(group, run, told, found)
+        _combine(group, told, found, beyond)
         yield found
     finally:
         client.close()  # lets the agent reuse what was read
@@ -182,36 +197,60 @@ def _held(client: Client, place: Place) -> bytes:
         return json.dumps(reply.fields["snapshots"]).encode()
 
 
-def _combine(group: Group, run: str, told: Sequence[bytes], found: Memories) -> None:
-    """Put together what the nodes have; what is whole is held."""
+def _combine(group: Group, told: Sequence[bytes], found: Memories, beyond: tuple[int, int]) -> None:
+    """Put together what the nodes have; what is whole is held. Collective."""
     parts: dict[tuple[int, int], list[tuple[int, dict[str, Any]]]] = {}
     for rank, said in enumerate(told):
         for snapshot in json.loads(said) if said else ():
             parts.setdefault((snapshot["generation"], snapshot["step"]), []).append((rank, snapshot))
-    for (generation, step), nodes in parts.items():
+    lacks = []
+    for (generation, step), nodes in list(parts.items()):
         first = nodes[0][1]
-        shards: dict[int, tuple[int, str]] = {}
-        for _, part in nodes:
-            shards.update((rank, (size, digest)) for rank, size, digest in part["shards"])
-        same = len({(part["world"], part["layout"], part["begin"]) for _, part in nodes}) == 1
-        if not same or set(shards) != set(range(first["world"])) or not shards[0][0]:
-            continue  # some rank had not sealed it, or its node is gone
-        metadata = next((part["metadata"] for _, part in nodes if part["metadata"] is not None), None)
-        manifest = Manifest(
-            run=run,
-            generation=generation,
-            step=step,
-            world=first["world"],
-            layout=first["layout"],
-            metadata=metadata,
-            shards=tuple(ShardRef(rank, *shard) for rank, shard in sorted(shards.items()) if shard[0]),
-        )
-        mine = [part for leader, part in nodes if leader == group.node_of[group.rank]]
-        ranks = [rank for part in mine for rank, size, _ in part["shards"] if size]
-        ref = CheckpointRef(generation, step, manifest.id)
-        found.held[ref] = Held(
-            ref, manifest, nodes[0][0], ranks, any(part["pinned"] for _, part in nodes), first["begin"]
-        )
+        if len({(part["world"], part["layout"], part["begin"]) for _, part in nodes}) > 1:
+            del parts[generation, step]
+            continue
+        sealed = {rank for _, part in nodes for rank, *_ in part["shards"]}
+        lacking = sorted(set(range(first["world"])) - sealed)
+        if lacking and generation == beyond[0] and step > beyond[1]:
+            lacks.append(Lack(generation, step, first["world"], first["layout"], nodes[0][0], lacking))
+    rest = written(group, found.place, found.run, lacks, found.layout) if lacks else {}
+    for (generation, step), nodes in parts.items():
+        _take(group, found, generation, step, nodes, rest.get((generation, step), {}))
+
+
+def _take(
+    group: Group,
+    found: Memories,
+    generation: int,
+    step: int,
+    nodes: Sequence[tuple[int, dict[str, Any]]],
+    rest: Mapping[int, Written],
+) -> None:
+    """Hold a step if all of it is known: from ``nodes``, and the ``rest`` from the store."""
+    first = nodes[0][1]
+    shards = {rank: (one.size, one.digest) for rank, one in rest.items()}
+    for _, part in nodes:
+        shards.update((rank, (size, digest)) for rank, size, digest in part["shards"])
+    if set(shards) != set(range(first["world"])) or not shards[0][0]:
+        return  # some rank had not sealed it, or its node is gone
+    metadata = next((part["metadata"] for _, part in nodes if part["metadata"] is not None), None)
+    if 0 in rest:
+        metadata = rest[0].metadata
+    manifest = Manifest(
+        run=found.run,
+        generation=generation,
+        step=step,
+        world=first["world"],
+        layout=first["layout"],
+        metadata=metadata,
+        shards=tuple(ShardRef(rank, *shard) for rank, shard in sorted(shards.items()) if shard[0]),
+    )
+    mine = [part for leader, part in nodes if leader == group.node_of[group.rank]]
+    ranks = [rank for part in mine for rank, size, _ in part["shards"] if size]
+    ref = CheckpointRef(generation, step, manifest.id)
+    pinned = any(part["pinned"] for _, part in nodes)
+    stored = {rank: one for rank, one in rest.items() if one.size}
+    found.held[ref] = Held(ref, manifest, nodes[0][0], ranks, pinned, first["begin"], stored)
 
 
 def _size(manifest: Manifest, rank: int) -> int:

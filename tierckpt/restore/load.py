@@ -116,7 +116,7 @@ def load(
     )
     if choice is None:
         return None
-    with memories(group, place, choice.run, timeout=group.timeout) as held:
+    with memories(group, place, choice.run, timeout=group.timeout, beyond=choice.newest) as held:
         tries = all_candidates(choice, held, place, step)
         if not tries:
             if choice.problem:
@@ -164,7 +164,7 @@ def load(
                 head=choice.head,
                 run=choice.run,
                 metadata=decode_metadata(attempt.manifest),
-                sources={one.tier: attempt.bytes_read},
+                sources=attempt.sources(one.tier),
                 skipped=tuple(passed.lines),
                 untouched=tuple(attempt.untouched()),
                 ignored=tuple(attempt.ignored),
@@ -235,7 +235,7 @@ def read(
     group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
-    with memories(group, place, choice.run, timeout=group.timeout) as held:
+    with memories(group, place, choice.run, timeout=group.timeout, beyond=choice.newest) as held:
         tries = all_candidates(choice, held, place, step)
         if not tries:
             raise IncompleteError(choice.problem)

@@ -19,7 +19,7 @@ from tierckpt.format.keys import SigningKey
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.restore.choice import choose
-from tierckpt.restore.held import all_candidates, memories
+from tierckpt.restore.held import Held, all_candidates, memories
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store
 
@@ -43,7 +43,8 @@ def settle(
     if _is_committed(group, place, ref, what):
         return
     level(group, place)
-    with memories(group, place, run, timeout=group.timeout) as found:
+    beyond = ref.generation, ref.step - 1
+    with memories(group, place, run, timeout=group.timeout, beyond=beyond) as found:
         held = found.held.get(ref)
         if held is None:
             raise IncompleteError(f"{what}: it is no longer held")
@@ -53,7 +54,11 @@ def settle(
                 return b""
             return json.dumps({rank: entry.decode() for rank, entry in found.carry(ref).items()}).encode()
 
-        entries: dict[int, bytes] = {}
+        _must_be_there(group, place, held, what)
+        entries = {
+            rank: json.dumps([one.size, one.digest, held.manifest.layout, one.metadata]).encode()
+            for rank, one in held.written.items()
+        }
         for told in group.vote(what, carry):
             entries.update((int(rank), entry.encode()) for rank, entry in json.loads(told or b"{}").items())
         manifest = manifest_of(Title(run, ref.generation, ref.step, 0, held.manifest.world), entries)
@@ -83,10 +88,26 @@ def settle_newest(
     choice = choose(group, place, step=None, believe=believe, run=run, may_be_empty=True)
     if choice is None:
         return
-    with memories(group, place, choice.run, timeout=group.timeout) as found:
+    with memories(group, place, choice.run, timeout=group.timeout, beyond=choice.newest) as found:
         tries = all_candidates(choice, found, place, None)
     if tries and tries[0].tier == "ram" and tries[0].ref not in choice.refs:
         settle(group, place, tries[0].ref, run=choice.run, key=key, grace=grace)
+
+
+def _must_be_there(group: Group, place: Place, held: Held, what: str) -> None:
+    """Raise unless what agents that have ended wrote of a step is still in some root. Collective."""
+    if not held.written:
+        return
+    names = {rank: paths.shard(held.ref.generation, held.ref.step, rank) for rank in held.written}
+
+    def look() -> bytes:
+        if group.rank not in group.leaders:
+            return b""
+        return json.dumps([r for r, name in names.items() if place.size(name) == held.written[r].size]).encode()
+
+    seen = {rank for told in group.vote(what, look) for rank in json.loads(told or b"[]")}
+    if seen != names.keys():
+        raise IncompleteError(f"{what}: the shards of ranks {sorted(names.keys() - seen)[:20]} are gone")
 
 
 def _roots(group: Group, place: Place, manifest: Manifest, what: str) -> Roots:

@@ -25,6 +25,7 @@ from tierckpt.format.receipt import Receipt
 from tierckpt.restore.fetch import Job, LocalShard, ShardView
 from tierckpt.restore.plan import ShardRead
 from tierckpt.tiers.chunks import check_header, read_chunk
+from tierckpt.tiers.ram import RamPlace
 from tierckpt.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -43,12 +44,18 @@ class Shards:
         self._counted: dict[int, set[int]] = {}
         #: Bytes that came from the store, each once: a chunk that holds values and tensors is read for both.
         self.bytes = 0
+        #: Those of them that were not in memory, though the store is.
+        self.elsewhere = 0
+        self._elsewhere = store.place.elsewhere if isinstance(store.place, RamPlace) else {}
 
     def _count(self, receipt: Receipt, indices: Iterable[int]) -> None:
         known = self._counted.setdefault(receipt.rank, set())
         new = set(indices) - known
         known |= new
-        self.bytes += sum(hi - lo for lo, hi in (chunk_range(index, receipt.size) for index in new))
+        read = sum(hi - lo for lo, hi in (chunk_range(index, receipt.size) for index in new))
+        self.bytes += read
+        if receipt.name in self._elsewhere:
+            self.elsewhere += read
 
     def values(self, ranks: Iterable[int]) -> dict[int, dict[str, JSON]]:
         """The encoded values of the shards that this rank asks for."""

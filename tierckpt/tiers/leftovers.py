@@ -61,7 +61,7 @@ def find(
 
     Args:
         grace: seconds since its retirement for which a checkpoint's files stay.
-        sparing: (generation, step) that are being saved by this process.
+        sparing: (generation, step) that are being saved by this process, or are left alone for another reason.
         given_up: those of which this process, which had them saved, knows that they have failed.
 
     All other saves of the newest generation count as under way while their files are younger than ten minutes: besides the
@@ -109,6 +109,22 @@ def find(
     return found
 
 
+def written_lately(store: Store) -> set[tuple[int, int]]:
+    """Steps of the newest generation, beyond what it has committed, of which some rank's part was written within a day.
+
+    The next start may put them together with what other agents hold. Who saves itself knows better what has failed.
+    """
+    chain, now = store.chain, time.time()
+    last = max((step for generation, step in chain.committed if generation == chain.generation), default=-1)
+    found = set()
+    for info in store.place.list():
+        part = paths.parse_receipt(info.name)
+        beyond = part is not None and part.generation == chain.generation and part.step > last
+        if part is not None and beyond and now - info.modified < _LATELY:
+            found.add((part.generation, part.step))
+    return found
+
+
 def _empty(place: Place, full: set[str]) -> Iterator[str]:
     """Folders for checkpoints that hold nothing: who made or cleared them died. Only a file system has such."""
     if not isinstance(place, DiskPlace):
@@ -140,6 +156,8 @@ def belongs(name: str) -> bool:
 
 #: Seconds without a write after which an uncommitted save of somebody else's is taken to be dead.
 _UNDER_WAY = 600.0
+#: The same of one that others may still hold the rest of.
+_LATELY = 86400.0
 
 
 def _young(files: list[FileInfo], now: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tierckpt import _native
@@ -23,6 +24,7 @@ class RamPlace(Place):
         sizes: of the shards that are in this node's memory, by name, in bytes.
         documents: what else is there, by name; each is fetched when it is asked for.
         fetch: a descriptor of a shard's memory, to be closed by whoever asks.
+        elsewhere: names that are read from other places, since what had them in memory is gone.
     """
 
     def __init__(
@@ -31,8 +33,9 @@ class RamPlace(Place):
         sizes: Mapping[str, int],
         documents: Mapping[str, Callable[[], bytes]],
         fetch: Callable[[str], int],
+        elsewhere: Mapping[str, Place] = MappingProxyType({}),
     ) -> None:
-        self.url = url
+        self.url, self.elsewhere = url, elsewhere
         self._sizes, self._documents, self._fetch = sizes, documents, fetch
 
     def prepare(self) -> None:
@@ -42,6 +45,8 @@ class RamPlace(Place):
         return True
 
     def read(self, name: str, limit: int) -> bytes:
+        if name in self.elsewhere:
+            return self.elsewhere[name].read(name, limit)
         if name not in self._documents:
             raise FileNotFoundError(errno.ENOENT, "not in memory", f"{self.url}/{name}")
         data = self._documents[name]()
@@ -50,12 +55,14 @@ class RamPlace(Place):
         return data
 
     def open(self, name: str) -> Reader:
+        if name in self.elsewhere:
+            return self.elsewhere[name].open(name)
         if name not in self._sizes:
             raise FileNotFoundError(errno.ENOENT, "not in memory", f"{self.url}/{name}")
         return _RamReader(name, self._fetch(name), self._sizes[name], self.url)
 
     def size(self, name: str) -> int | None:
-        return self._sizes.get(name)
+        return self.elsewhere[name].size(name) if name in self.elsewhere else self._sizes.get(name)
 
     def create(self, name: str, data: bytes) -> bool:
         raise StoreError(f"{self.url} cannot be written to")

@@ -189,6 +189,14 @@ class Store:
                 f"{generation}, can commit nothing any more. If two jobs save to it, end one, or give it a root of its own"
             )
 
+    def must_have_begun(self, generation: int, begin: str) -> None:
+        """Raise FencedError unless the link of digest ``begin`` began ``generation`` here."""
+        started = self.chain.begins.get(generation)
+        if started is None or started.digest != begin:
+            raise FencedError(
+                f"{self.url}: the store was removed, replaced or rolled back since generation {generation} began"
+            )
+
     def manifest(self, ref: CheckpointRef) -> Manifest:
         """The manifest of a committed checkpoint, checked against its id."""
         return self.parse_manifest(ref, self.manifest_bytes(ref))
