@@ -158,7 +158,8 @@ class Checkpointer:
         self._stop: Stop | None = None
         if listened:
             hasten = weakref.WeakMethod(self._hasten)
-            self._stop = Stop(self._group.clone(), listened, lambda: _call(hasten))
+            numbers = self._numbers
+            self._stop = Stop(self._group.clone(), listened, lambda: numbers.left_out, lambda: _call(hasten))
             weakref.finalize(self, self._stop.stop).atexit = False
         _open.add(self)
         # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.

@@ -26,12 +26,15 @@ class Stop:
     """Args:
     ranks: channels for its thread alone.
     numbers: the signals that are listened to.
+    left_out: how many calls this rank is known to have left out, which the others have made.
     hasten: called once, from any thread, after the same calls on all ranks and while no other begins: takes the newest complete
         step to the disk.
     """
 
-    def __init__(self, ranks: Group, numbers: tuple[int, ...], hasten: Callable[[], None]) -> None:
-        self._ranks, self._hasten = ranks, hasten
+    def __init__(
+        self, ranks: Group, numbers: tuple[int, ...], left_out: Callable[[], int], hasten: Callable[[], None]
+    ) -> None:
+        self._ranks, self._left_out, self._hasten = ranks, left_out, hasten
         self._pause = max(STOP_SECONDS, ranks.size * STOP_SECONDS_PER_RANK) if ranks.size > 1 else None
         self._turn = Condition()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -114,10 +117,11 @@ class Stop:
             return _DONE in leaving
         with self._turn.lock:
             self._held = True
-            begun = self._begun
+            left_out = self._left_out()
+            begun = self._begun + left_out
         words = self._ranks.vote("the stop", lambda: str(begun).encode())
         with self._turn.lock:
-            self._at = max(map(int, words)) + 1
+            self._at = max(map(int, words)) + 1 - left_out
             self._hasten_in_time()
             self._held = False
             self._turn.notify_all()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import tierckpt
 from tests.agent.job import state, values
@@ -54,6 +57,28 @@ def test_ranks_find_each_other_again(tmp_path: Path, agent: str) -> None:
         assert (one["step"], one["values"]) == (13, {13.0})
     assert set(tierckpt.steps(root)) == {*range(14), 20} - left_out
     assert tierckpt.verify(root, every=True).ok
+
+
+def _stops(rank: int, root: str) -> int:
+    with Checkpointer(root, tiers=[Ram(), Disk(every=100)], save_on_signal=True, timeout=30) as ckpt:
+        for step in range(10_000):
+            dist.barrier()
+            if (rank, step) in ((1, 3), (0, 5), (1, 6)):
+                continue
+            handle = ckpt.save(step, state(step, rank))
+            if step == 10:
+                handle.wait("ram")
+                if rank == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if ckpt.should_stop:
+                return step
+    return -1
+
+
+def test_they_stop_at_the_same_step_all_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(_stops, 2, str(tmp_path / "s"))
+    assert first == second >= 10
+    assert tierckpt.latest(tmp_path / "s") == first
 
 
 def _counts_down(rank: int, root: str) -> list[int]:

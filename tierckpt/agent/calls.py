@@ -35,6 +35,8 @@ class Calls:
         # The round of the last meeting, how many of its calls this rank has left out, and the step that all met at last.
         self._round = self._missed = 0
         self._last = -1
+        #: How many calls this rank has left out in all, as far as is known.
+        self.left_out = 0
 
     @property
     def made(self) -> int:
@@ -106,6 +108,7 @@ class Calls:
                 raise OutOfStepError(differ)
             least = min(steps)
             self._missed += step > least
+            self.left_out += step > least
 
 
 @dataclass
