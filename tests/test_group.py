@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
+from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import run_ranks
-from tierckpt.errors import IntegrityError, StateError, StoreError
+from tierckpt.errors import IntegrityError, LostContactError, StateError, StoreError
 from tierckpt.group import Group
 
 
@@ -141,3 +144,29 @@ def test_a_job_of_several_that_forgot_to_initialise_is_told(monkeypatch: pytest.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Group(timeout=20)
+
+
+def _is_interrupted(rank: int) -> tuple[str, float]:
+    group = Group(timeout=60.0)
+    group.vote("before", lambda: b"")
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(torch, "zeros", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    group.vote("this", lambda: b"")
+        group.vote("that", lambda: b"")
+    except LostContactError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_an_interrupted_exchange_is_taken_for_no_other() -> None:
+    """Nobody waits for the time-out, and nobody takes one answer for another."""
+    for told, seconds in run_ranks(_is_interrupted, 2):
+        assert "contact" in told and seconds < 30

@@ -163,6 +163,10 @@ class Group:
                 f"rank {self.rank}: {self._who_is_gone()}; a rank has died, or did not come within {self.timeout:g} s "
                 f"(TIERCKPT_TIMEOUT): {error}"
             ) from error
+        except BaseException:
+            # An interrupt: the answers that are under way would be taken for those to another question.
+            self.close()
+            raise
 
     def _who_is_gone(self) -> str:
         """Every rank that lost contact says in the rendezvous store that it is there; the others are gone."""

@@ -14,7 +14,7 @@ import tierckpt
 from tests.agent.job import state, values
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, Ram
-from tierckpt.errors import OutOfStepError
+from tierckpt.errors import OutOfStepError, TierckptError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -57,6 +57,48 @@ def test_ranks_find_each_other_again(tmp_path: Path, agent: str) -> None:
         assert (one["step"], one["values"]) == (13, {13.0})
     assert set(tierckpt.steps(root)) == {*range(14), 20} - left_out
     assert tierckpt.verify(root, every=True).ok
+
+
+def _rarely_due(rank: int, root: str, agent: str, every: int) -> list[int]:
+    good, tiers = [], [Ram(every=every), Disk(every=10)]
+    with Checkpointer(root, tiers=tiers, agent=agent, timeout=30) as ckpt:
+        for step in range(60):
+            if (rank, step) in ((1, 3), (0, 14), (0, 15), (1, 37)):  # due nowhere, or only in memory
+                continue
+            try:
+                handle = ckpt.save(step, state(step, rank))
+                if "disk" in handle.due and handle.wait() is not None:
+                    good.append(step)
+            except OutOfStepError:
+                continue
+    return good
+
+
+def _raises(rank: int, root: str, agent: str) -> list[str]:
+    told, handles, tiers = [], [], [Ram(on_full="wait"), Disk()]
+    with Checkpointer(root, tiers=tiers, agent=agent, on_error="raise", timeout=30) as ckpt:
+        for step in range(12):
+            if (rank, step) == (1, 5):
+                continue
+            try:
+                handles.append(ckpt.save(step, state(step, rank)))
+            except TierckptError as error:
+                told.append(type(error).__name__)
+        ckpt.wait()
+        told += [type(handle.error).__name__ for handle in handles if handle.error is not None]
+    return told
+
+
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_one_failure_makes_no_other_of_another_kind(tmp_path: Path, agent: str) -> None:
+    first, second = run_ranks(_raises, 2, str(tmp_path / "s"), agent)
+    assert set(first) == {"OutOfStepError"} >= set(second), (first, second)
+    assert len(tierckpt.steps(tmp_path / "s")) >= 8
+
+
+@pytest.mark.parametrize(("agent", "every"), [("off", 1), ("auto", 10), ("auto", 2), ("auto", 1)])
+def test_calls_that_were_not_due_are_left_out(tmp_path: Path, agent: str, every: int) -> None:
+    assert run_ranks(_rarely_due, 2, str(tmp_path / "s"), agent, every) == [[0, 10, 20, 30, 40, 50]] * 2
 
 
 def _stops(rank: int, root: str) -> int:

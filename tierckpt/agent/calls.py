@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierckpt.errors import OutOfStepError, TierckptError
+from tierckpt.format.canonical import MAX_INTEGER
 from tierckpt.telling import by_rank, ranks, warn
 from tierckpt.threads import Signal
 
@@ -26,8 +28,8 @@ class Ranks(Protocol):
 class Calls:
     """The calls that all ranks make alike, in rounds: a round ends where all meet whatever they have done before.
 
-    A rank may leave a call out: an interrupt may come before it was counted, a loop may go on too early. From the next save
-    on it numbers its calls as the others do theirs.
+    A rank may leave a call out: an interrupt may come before it was counted, a loop may go on too early. Where all meet at the
+    same step after that, it numbers its calls as the others do theirs.
     """
 
     def __init__(self) -> None:
@@ -59,56 +61,53 @@ class Calls:
     def meet(self, group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[bytes]:
         """The first vote on a step, where it shows whether all ranks are at the same one. Collective.
 
-        Ranks that were given different steps do not agree on what is due. Whoever comes with an earlier call than others gives
-        its step up and comes again with the next; the others wait for it here. Where steps ascend, who comes with a later step
-        in the same call has left one out.
+        Ranks that were given different steps do not agree on what is due, and some may have left out calls. Whoever comes with
+        an earlier step than others (where steps do not ascend: with an earlier call) gives it up and comes again with the next;
+        the others wait for it here.
 
         Raises:
-            OutOfStepError: this rank's step is given up, or others have another step in the same call; nothing of it was
-                written.
+            OutOfStepError: this rank's step is given up; nothing of it was written.
             What else :meth:`Ranks.vote` raises.
         """
         what = f"the save of step {step}"
         if call >> _ROUND != self._round:
             self._round, self._missed, self._last = call >> _ROUND, 0, -1
-        ascends, least = step > self._last, -1
-        differ = ""
+        # What is refused has the number of no step.
+        ascends, least, differ = self._last < step < MAX_INTEGER, -1, ""
 
-        def word() -> bytes:  # the same place for all, whatever each has to say
-            return step.to_bytes(_STEP, "little") + bytes([ascends]) + part()
+        def where() -> bytes:
+            return json.dumps([self._number(call), step, ascends]).encode().ljust(_WHERE)
 
         while True:
-            number = self._number(call)
             try:
-                told = group.vote(what, word, tag=number)
+                told = group.vote(what, lambda: where() + part(), tag=self._number(call))
             except OutOfStepError as error:
-                newest = max(error.tags)
-                early = ranks([rank for rank, one in enumerate(error.tags) if one < newest])
-                if number < newest and differ:
-                    raise OutOfStepError(differ) from error
-                if number < newest:
-                    later = ranks([rank for rank, one in enumerate(error.tags) if one == newest])
-                    raise OutOfStepError(
-                        f"{what} failed: ranks {early} alone saved in this call; ranks {later} had nothing due and went on. "
-                        "All ranks must pass the same steps to save()"
-                    ) from error
-                warn(
-                    f"what ranks {early} alone saved before step {step} is given up: all ranks must pass the same steps to save()"
-                )
-                continue
-            steps = [int.from_bytes(said[:_STEP], "little") for said in told]
-            if len(set(steps)) == 1:
+                if not error.tags:
+                    raise  # what some rank has to say of another save
+                told = group.vote(f"{what}: who is where", where)
+            numbers, steps, ascending = zip(*[json.loads(said[:_WHERE]) for said in told], strict=True)
+            if len(set(numbers)) == len(set(steps)) == 1:
                 self._last = step
-                return [said[_STEP + 1 :] for said in told]
-            if not differ:
-                which = by_rank([f"step {one}" for one in steps])
-                differ = f"{what} failed: the ranks pass different steps to the same save ({which})"
-            # Whoever is behind comes with later steps from time to time, or steps do not ascend.
-            if not all(said[_STEP] for said in told) or min(steps) <= least:
-                raise OutOfStepError(differ)
-            least = min(steps)
-            self._missed += step > least
-            self.left_out += step > least
+                return [said[_WHERE:] for said in told]
+            named = by_rank([f"step {one}" for one in steps])
+            differ = differ or f"{what} failed: the ranks pass different steps to the same save ({named})"
+            places: Sequence[int] = numbers
+            if all(ascending) and len({number >> _ROUND for number in numbers}) == 1:
+                if len(set(steps)) == 1:
+                    missed = max(numbers) - self._number(call)
+                    self._missed += missed
+                    self.left_out += missed
+                    continue
+                places = steps
+            mine, last, first = places[group.rank], max(places), min(places)
+            early = ranks([rank for rank, place in enumerate(places) if place < last])
+            # Who waits does so as long as the others come nearer.
+            if mine < last or first <= least or first == last:
+                raise OutOfStepError(f"{differ}; ranks {early} alone saved in this call" if early else differ)
+            least = first
+            warn(
+                f"what ranks {early} alone saved before step {step} is given up: all ranks must pass the same steps to save()"
+            )
 
 
 @dataclass
@@ -136,5 +135,5 @@ class Mark:
 
 #: Bits of the number of a call within its round.
 _ROUND = 32
-#: Bytes of a step in what ranks tell each other.
-_STEP = 8
+#: Bytes of where a rank is, in what it tells the others.
+_WHERE = 64
