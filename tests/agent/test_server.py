@@ -66,7 +66,7 @@ def joining(root: Path, generation: int = 1, **more: Any) -> Joining:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    client = Client("run", "node", start=True, timeout=20.0)
+    client = Client("run", "node", timeout=20.0)
     client.join(joining(tmp_path))
     yield client
     client.close()
@@ -172,7 +172,7 @@ def test_what_a_reader_uses_is_not_overwritten(client: Client) -> None:
     slot = take(client)
     seal(client, 1, slot)
     client.request("complete", step=1, due=False)
-    reader = Client("run", "node", start=False, timeout=20.0)
+    reader = Client("run", "node", timeout=20.0)
     with reader.request("fetch", generation=1, step=1, rank=0):
         seal(client, 2, take(client))
         client.request("complete", step=2, due=False)
@@ -184,7 +184,7 @@ def test_what_a_reader_uses_is_not_overwritten(client: Client) -> None:
 def test_a_newer_generation_fences_the_older_and_shares_no_slot(client: Client, tmp_path: Path) -> None:
     old = take(client)
     seal(client, 7, take(client))
-    newer = Client("run", "node", start=True, timeout=20.0)
+    newer = Client("run", "node", timeout=20.0)
     newer.join(joining(tmp_path, 2))
     for op, fields in (
         ("slot", {"size": 1, "wait": 0, "ticket": TICKET, "held": []}),
@@ -196,7 +196,7 @@ def test_a_newer_generation_fences_the_older_and_shares_no_slot(client: Client, 
     with pytest.raises(FencedError):
         seal(client, 8, old)
     with pytest.raises(FencedError):
-        Client("run", "node", start=True, timeout=20.0).join(joining(tmp_path, 1))
+        Client("run", "node", timeout=20.0).join(joining(tmp_path, 1))
     taken = {take(newer) for _ in range(3)}
     assert old not in taken
     seal(newer, 1, min(taken))
@@ -211,11 +211,11 @@ def test_a_newer_generation_fences_the_older_and_shares_no_slot(client: Client, 
 def test_what_the_disk_has_makes_room_for_a_newer_generation(client: Client, tmp_path: Path) -> None:
     seal(client, 7, take(client, size=(1 << 26) - 5000))
     client.request("complete", step=7, due=False)
-    newer = Client("run", "node", start=True, timeout=20.0)
+    newer = Client("run", "node", timeout=20.0)
     newer.join(joining(tmp_path, 2))
     with pytest.raises(ArenaFullError):
         take(newer, size=1 << 25)
-    newest = Client("run", "node", start=True, timeout=20.0)
+    newest = Client("run", "node", timeout=20.0)
     newest.join(joining(tmp_path, 3, origin=(1, 7)))
     take(newest, size=1 << 25)
     newer.close()
@@ -224,7 +224,7 @@ def test_what_the_disk_has_makes_room_for_a_newer_generation(client: Client, tmp
 
 def test_one_process_for_each_rank(client: Client, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="another process"):
-        Client("run", "node", start=True, timeout=20.0).join(joining(tmp_path))
+        Client("run", "node", timeout=20.0).join(joining(tmp_path))
 
 
 def test_after_a_good_bye_nothing_is_left(client: Client) -> None:
@@ -348,9 +348,9 @@ def test_what_was_given_up_before_it_was_begun_is_not_done(client: Client) -> No
 
 
 def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
-    clients = [Client("run", "node", start=True, timeout=20.0) for _ in range(8)]
+    clients = [Client("run", "node", timeout=20.0) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(Client.connect, clients))
+        list(pool.map(Client.reach, clients))
     assert len({client.agent for client in clients}) == 1
     for client in clients:
         client.close()
@@ -367,15 +367,15 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "tierckpt").mkdir(mode=0o755)
     with pytest.raises(StoreError, match="closed to others"):
-        Client("run", "node", start=True, timeout=20.0).connect()
+        Client("run", "node", timeout=20.0).connect()
 
 
 def test_a_deep_runtime_folder_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("x" * 120)
     deep.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    client = Client("run", "node", start=True, timeout=20.0)
-    assert client.connect()
+    client = Client("run", "node", timeout=20.0)
+    client.reach()
     assert len(statuses()) == 1
     client.close()
     end_all()  # nobody else looks for it there
@@ -547,7 +547,7 @@ def test_what_was_made_for_another_chain_is_forgotten(client: Client, tmp_path: 
     """The store was removed: its former life has the same run and perhaps a newer generation, but other links."""
     seal(client, 1, take(client))
     client.request("complete", step=1, due=False)
-    other = Client("run", "node", start=False, timeout=20.0)
+    other = Client("run", "node", timeout=20.0)
     with pytest.raises(StateError, match="another chain"):
         other.join(joining(tmp_path, begun=begun(1, "b")))
     client.close()
@@ -583,7 +583,7 @@ def test_a_job_on_a_copy_of_the_store_takes_nothing_from_the_original(client: Cl
     """A copy has the run and the links of the original, and goes on from where that was."""
     seal(client, 1, take(client))
     client.request("complete", step=1, due=False)
-    copy = Client("run", "node", start=False, timeout=20.0)
+    copy = Client("run", "node", timeout=20.0)
     with pytest.raises(StateError, match="another store of the same run, a copy perhaps"):
         copy.join(joining(tmp_path / "copy", 2))
     seal(client, 2, take(client))
@@ -597,12 +597,12 @@ def test_what_is_read_of_a_forgotten_chain_takes_nothing_from_the_new_one(client
     """Both have a generation of the same number; who reads of the old one, or drains it, ends after the new one has begun."""
     seal(client, 1, take(client))
     client.request("complete", step=1, due=False)
-    reader = Client("run", "node", start=False, timeout=20.0)
+    reader = Client("run", "node", timeout=20.0)
     reader.request("fetch", generation=1, step=1, rank=0).__exit__(None, None, None)
     before = status()["held"]
     client.close()
     until(nobody_is_there)
-    other = Client("run", "node", start=False, timeout=20.0)
+    other = Client("run", "node", timeout=20.0)
     other.join(joining(tmp_path, begun=begun(1, "b")))
     seal(other, 1, take(other))
     assert status()["held"] == 2 * before
@@ -620,10 +620,10 @@ def nobody_is_there() -> bool:
 def test_an_older_generation_of_another_chain_is_no_reason_to_fence(client: Client, tmp_path: Path) -> None:
     """After a roll-back the numbers begin again below those of the time line that was rolled away."""
     client.close()
-    first = Client("run", "node", start=True, timeout=20.0)
+    first = Client("run", "node", timeout=20.0)
     first.join(joining(tmp_path, 5))
     first.close()
-    second = Client("run", "node", start=True, timeout=20.0)
+    second = Client("run", "node", timeout=20.0)
     until(nobody_is_there)
     second.join(joining(tmp_path, 3, begun=[*begun(2), (3, derive("b", b"3").hex())]))
     seal(second, 1, take(second))

@@ -36,6 +36,14 @@ def changed(entries: list[Box], before: bytes, after: bytearray) -> list[int]:
     ]
 
 
+def drawn(data: st.DataObject) -> tuple[bytearray, list[Box], CopyTable, array[int], bytearray]:
+    """Memory, boxes in it, both as the table takes them, and room for their shard."""
+    memory = pattern(MEMORY, 1)
+    entries = apart(data, memory)
+    table, pointers = oracle.table(entries)
+    return memory, entries, table, pointers, bytearray(table.span[1])
+
+
 def write(data: st.DataObject, memory: bytearray) -> None:
     for at in data.draw(st.lists(st.integers(0, MEMORY - 1), max_size=20)):
         memory[at] ^= 0xFF
@@ -44,10 +52,7 @@ def write(data: st.DataObject, memory: bytearray) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_every_byte(data: st.DataObject) -> None:
-    memory = pattern(MEMORY, 1)
-    entries = apart(data, memory)
-    table, pointers = oracle.table(entries)
-    shard = bytearray(table.span[1])
+    memory, entries, table, pointers, shard = drawn(data)
     table.gather(pointers, 0, len(shard), shard)
     before = bytes(memory)
     assert table.differing(pointers, shard, 1, data.draw(PHASES)) == []
@@ -58,11 +63,9 @@ def test_every_byte(data: st.DataObject) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_samples(data: st.DataObject) -> None:
-    memory = pattern(MEMORY, 1)
-    entries = apart(data, memory)
-    table, pointers = oracle.table(entries)
+    memory, entries, table, pointers, shard = drawn(data)
     samples = Samples(table, pointers, 256, data.draw(PHASES))
-    before, shard = bytes(memory), bytearray(table.span[1])
+    before = bytes(memory)
     write(data, memory)
     table.gather(pointers, 0, len(shard), shard)
     assert set(samples.differing(shard)) <= set(changed(entries, before, memory))
@@ -72,11 +75,9 @@ def test_samples(data: st.DataObject) -> None:
 @settings(max_examples=100)
 @given(st.data(), st.integers(1, 1 << 20))
 def test_a_tensor_that_is_written_over_is_always_found(data: st.DataObject, every: int) -> None:
-    memory = pattern(MEMORY, 1)
-    entries = apart(data, memory)
-    table, pointers = oracle.table(entries)
+    memory, entries, table, pointers, shard = drawn(data)
     samples = Samples(table, pointers, 256, data.draw(PHASES))
-    before, shard = bytes(memory), bytearray(table.span[1])
+    before = bytes(memory)
     table.gather(pointers, 0, len(shard), shard)
     memory[:] = bytes(byte ^ 0xFF for byte in memory)
     full = changed(entries, before, memory)

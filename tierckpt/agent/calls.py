@@ -76,7 +76,7 @@ class Calls:
         ascends, least, differ = self._last < step < MAX_INTEGER, -1, ""
 
         def where() -> bytes:
-            return json.dumps([self._number(call), step, ascends]).encode().ljust(_WHERE)
+            return json.dumps([self._number(call), step]).encode().ljust(_WHERE) + bytes([ascends])
 
         while True:
             try:
@@ -85,14 +85,14 @@ class Calls:
                 if not error.tags:
                     raise  # what some rank has to say of another save
                 told = group.vote(f"{what}: who is where", where)
-            numbers, steps, ascending = zip(*[json.loads(said[:_WHERE]) for said in told], strict=True)
-            if len(set(numbers)) == len(set(steps)) == 1:
+            if all(said[:_WHERE] == told[0][:_WHERE] for said in told):
                 self._last = step
-                return [said[_WHERE:] for said in told]
+                return [said[_WHERE + 1 :] for said in told]
+            numbers, steps = zip(*[json.loads(said[:_WHERE]) for said in told], strict=True)
             named = by_rank([f"step {one}" for one in steps])
             differ = differ or f"{what} failed: the ranks pass different steps to the same save ({named})"
             places: Sequence[int] = numbers
-            if all(ascending) and len({number >> _ROUND for number in numbers}) == 1:
+            if all(said[_WHERE] for said in told) and len({number >> _ROUND for number in numbers}) == 1:
                 if len(set(steps)) == 1:
                     missed = max(numbers) - self._number(call)
                     self._missed += missed

@@ -57,13 +57,12 @@ class Client:
     once: nobody waits for it twice.
 
     Args:
-        start: the agent is started if it is not there.
         timeout: seconds for which an answer is waited for.
     """
 
-    def __init__(self, run: str, node: str, *, start: bool, timeout: float) -> None:
+    def __init__(self, run: str, node: str, *, timeout: float) -> None:
         self.run, self.node = run, node
-        self._start, self._timeout = start, timeout
+        self._timeout = timeout
         self._client = secrets.token_hex(16)
         self._joining: Joining | None = None
         #: The agent that this process knows, and how often it was another one.
@@ -82,13 +81,13 @@ class Client:
         _clients.add(self)
 
     def connect(self) -> bool:
-        """Whether the agent is there; one that has died is started anew, where that is wanted.
+        """Whether the agent is there.
 
         Raises:
-            StoreError: it cannot be used, or not be started.
+            StoreError: it cannot be used.
         """
         try:
-            self._put(self._take(start=True))
+            self._put(self._take(start=False))
         except (_NoAgentError, AgentSilentError):
             return False
         return True
@@ -271,7 +270,7 @@ class Client:
             if not channel.ended:
                 return channel
             self._lost(channel)
-        channel = self._open(start and self._start)
+        channel = self._open(start)
         with self._lock:
             self._busy.add(channel)
         return channel

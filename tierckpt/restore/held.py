@@ -115,7 +115,7 @@ def memories(group: Group, place: Place, run: str, *, timeout: float, beyond: tu
             others hold.
     """
     found = Memories(run, place)
-    client = Client(run, config.node(), start=False, timeout=timeout)
+    client = Client(run, config.node(), timeout=timeout)
     try:
         # One rank of each node asks for all of it; what it hears is true for the node's other ranks.
         told = group.vote(f"what is held in memory of {place.url}", lambda: _ask(group, client, place))

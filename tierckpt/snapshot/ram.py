@@ -31,7 +31,7 @@ class RamTier:
 
     def __init__(self, policy: Ram, group: Group, channels: Group, coordinator: Coordinator, drain: Drain) -> None:
         self._policy, self._group, self._coordinator, self._drain = policy, group, coordinator, drain
-        client = self._client = Client(coordinator.run, config.node(), start=True, timeout=group.timeout)
+        client = self._client = Client(coordinator.run, config.node(), timeout=group.timeout)
         self.arena = RemoteArena(client, coordinator.fenced)
         # For one step at a time, while the agent does not answer.
         self._own = Arena(1)
