@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierckpt
 from tierckpt import Checkpointer, Disk, Ram
@@ -91,3 +92,12 @@ def test_links_lead_somewhere(document: Path) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], target
+
+
+def test_a_data_loader_draws_its_seed_where_the_guide_says() -> None:
+    def draws(**more: torch.Generator) -> bool:
+        before = torch.get_rng_state()
+        next(iter(torch.utils.data.DataLoader([1, 2, 3], **more)))  # type: ignore[arg-type]
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert draws() and not draws(generator=torch.Generator())

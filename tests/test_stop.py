@@ -306,6 +306,7 @@ def test_under_torchrun(tmp_path: Path, agent: str) -> None:
         finally:
             job.kill()
             job.communicate()
+        assert job.returncode != 0  # torchrun's own word for a signal, as the guide says
         assert all(gone(pid) for pid in pids)
         told = {(tmp_path / f"stopped{rank}").read_text() for rank in range(2)}
         assert len(told) == 1, told
