@@ -397,8 +397,8 @@ class Trained:
         work()
         self.optimizer.step()
 
-    def saved(self, work: Busy, contender: Contender) -> tuple[float, float, float]:
-        """Seconds until the save returned, at the fence, and of the whole step."""
+    def saved(self, work: Busy, contender: Contender, *, settled: bool = True) -> tuple[float, float, float]:
+        """Seconds until the save returned, at the fence, and of the whole step; ``settled``: the save has ended after it."""
         self.optimizer.step()  # caches are as cold as after any other step
         began = time.perf_counter()
         contender.save(next(self._steps), self.state)
@@ -409,7 +409,7 @@ class Trained:
             waited = time.perf_counter() - at_fence
             self.optimizer.step()
         ended = time.perf_counter()
-        return returned - began, waited + contender.settle(), ended - began
+        return returned - began, waited + (contender.settle() if settled else 0.0), ended - began
 
 
 def _overlap(bench: Bench, count: int, nbytes: int, rounds: int) -> list[Line]:
@@ -456,6 +456,31 @@ def _overlap(bench: Bench, count: int, nbytes: int, rounds: int) -> list[Line]:
             # To find that there is nothing to wait for takes a moment, too.
             waits["met"] = waits["tierckpt"] <= (0.1 if free else copied * 1e3)
             lines += [returns, waits, more]
+    return lines
+
+
+def cold(bench: Bench, mib: int, rounds: int) -> list[Line]:
+    """The first saves of a run, whose slots are new: the machine gives each its memory once, while training goes on if the
+    next save comes later than that."""
+    trained, nbytes = Trained(64, mib << 20), mib << 20
+    gaps, row = (0.35, 2.0), Row("cold", nbytes)
+    for _ in range(rounds):
+        for gap in gaps:
+            row.add("memory", seconds(partial(_native.Buffer, nbytes, populate=True))[0], 0.0)
+            contender = Tierckpt(bench.folder("agent"), tiers=ONLY_RAM)
+            work = Busy(gap, max(1, CORES - 1))
+            returned = [trained.saved(work, contender, settled=False)[0] for _ in range(12)]
+            contender.settle()
+            contender.close()
+            row.add("first", returned[0], 0.0)
+            row.add(f"later, {gap:g}", max(returned[1:]), 0.0)
+            row.add(f"last, {gap:g}", max(returned[4:]), 0.0)
+    line = {"title": "first save of a run", "unit": "ms", "limit": row.median("memory") * 1e3}
+    lines: list[Line] = [{**line, "tierckpt": row.median("first") * 1e3}]
+    for gap in gaps:
+        for name, title in (("later", "longest of the 11 after it"), ("last", "longest of the last 8")):
+            value = row.median(f"{name}, {gap:g}") * 1e3
+            lines.append({"title": f"  {title}, one every {gap:g} s", "unit": "ms", "tierckpt": value})
     return lines
 
 
@@ -639,6 +664,7 @@ def training(bench: Bench, mib: int, rounds: int) -> list[Line]:
 PARTS: dict[str, Callable[[Bench, int, int], list[Line]]] = {
     "stall": stall,
     "overlap": overlap,
+    "cold": cold,
     "cpu": cpu,
     "restore": restore,
     "training": training,
@@ -665,8 +691,8 @@ def show(lines: Sequence[Line], console: Console) -> None:
         table.add_row(*cells)
     console.print(table)
     console.print(
-        "limit: stall, fence: one memory copy of the same bytes; CPU: digest and O_DIRECT write alone; restore: the slower of "
-        "BLAKE3 on all cores and one copy"
+        "limit: stall, fence: one memory copy of the same bytes; first save: to get that much new memory; CPU: digest and "
+        "O_DIRECT write alone; restore: the slower of BLAKE3 on all cores and one copy"
     )
 
 

@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from tierckpt import config, signals
@@ -23,6 +22,8 @@ from tierckpt.agent.handle import Handle
 from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
 from tierckpt.agent.writing import OwnWriter
+from tierckpt.agreement import Agreement
+from tierckpt.clock import Clock
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
     FencedError,
@@ -150,20 +151,31 @@ class Checkpointer:
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
-        self._last_due: dict[str, tuple[int, float]] = {}
+        self._last_due: dict[str, int] = {}
         self._closed = self._failed = False
         # How far the end has come.
         self._ended, self._ending = 0, threading.RLock()
         self._hastened: Hastened | None = None
         self._stop: Stop | None = None
-        if listened:
-            hasten = weakref.WeakMethod(self._hasten)
-            numbers = self._numbers
-            self._stop = Stop(self._group.clone(), listened, lambda: numbers.left_out, lambda: _call(hasten))
-            weakref.finalize(self, self._stop.stop).atexit = False
+        self._agree(listened)
         _open.add(self)
         # One that is forgotten without close() gives its thread back; saves under way keep it alive until they end.
         weakref.finalize(self, self._drain.stop).atexit = False
+
+    def _agree(self, listened: tuple[int, ...]) -> None:
+        """What only some rank knows, and all do at the same call."""
+        group = self._group
+        seconds = {tier.name: tier.cadence.seconds for tier in self._all_tiers if tier.cadence.seconds is not None}
+        self._clock = Clock(seconds, leads=group.rank == 0, alone=group.size == 1)
+        asks = bool(listened) or (bool(seconds) and group.size > 1)
+        self._agreement = Agreement(group.clone() if asks else group, self._clock)
+        if listened:
+            hasten, numbers = weakref.WeakMethod(self._hasten), self._numbers
+            self._stop = Stop(listened, self._agreement.wake, lambda: numbers.left_out, lambda: _call(hasten))
+            self._agreement.add(self._stop)
+        if asks:
+            self._agreement.start()
+            weakref.finalize(self, self._agreement.stop).atexit = False
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **more: Any) -> Checkpointer:
@@ -222,7 +234,7 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
-        with self._calls, self._counted(saves=False):
+        with self._calls, self._agreement.call(None):
             return self._restore(
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
@@ -252,7 +264,8 @@ class Checkpointer:
         else:
             self._begin(None, chosen=False, looks=False)
         if info is not None:
-            self._last_due = {tier.name: (info.step, time.monotonic()) for tier in self._all_tiers}
+            self._last_due = {tier.name: info.step for tier in self._all_tiers}
+            self._clock.restart(self._last_due)
             try:
                 self._prepare(state)
             except (StateError, LayoutError) as error:
@@ -316,25 +329,18 @@ class Checkpointer:
     def _save(self, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool = False) -> Handle:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
-        with self._calls, self._counted(saves=True) as last:
+        valid = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_INTEGER
+        with self._calls, self._agreement.call(step if valid else -1):
             self._must_be_open()
             call = self._numbers.next()
-            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_INTEGER:
+            last = self._stop is not None and self._stop.now
+            if not valid:
                 self._refuse(
                     call, StateError(f"step={reprlib.repr(step)}: a step is an integer from 0 to {MAX_INTEGER - 1}")
                 )
             handle = self._take(call, step, state, metadata=metadata, pin=pin, live=live, always=always, last=last)
         handle.timings["stall"] = time.perf_counter() - began
         return handle
-
-    @contextmanager
-    def _counted(self, *, saves: bool) -> Iterator[bool]:
-        """Around calls that all ranks make alike; whether this is the one at which they stop."""
-        if self._stop is None:
-            yield False
-        else:
-            with self._stop.call(saves=saves) as stops:
-                yield stops
 
     def _take(
         self, call: int, step: int, state: Any, *, metadata: Any, pin: bool, live: bool, always: bool, last: bool
@@ -344,7 +350,7 @@ class Checkpointer:
         names = [tier.name for tier in self._all_tiers]
         handle = Handle(step, names, names)
         try:
-            # What is never to be retired must be where nothing but that ends it; asked last, since ranks may have to agree.
+            # What is never to be retired must be where nothing but that ends it.
             due = [
                 tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always or last) or pin
             ]
@@ -513,20 +519,20 @@ class Checkpointer:
         return [self._ram, self._disk] if self._ram is not None else [self._disk]
 
     def _is_due(self, tier: Tier, step: int, *, always: bool) -> bool:
-        """Whether a tier is due. Decided by rank 0 where it depends on time, since clocks differ."""
-        cadence: Cadence = tier.cadence
-        now, last = time.monotonic(), self._last_due.get(tier.name)
+        """Whether a tier is due; no rank waits for another to know."""
         if always:
             return True
+        cadence: Cadence = tier.cadence
+        last = self._last_due.get(tier.name)
         if last is None:
+            self._clock.restart([tier.name])
             due = True
-        elif cadence.seconds is not None:
-            mine = cadence.due(step, last[0], now - last[1])
-            due = self._group.broadcast(b"1" if mine else b"0") == b"1"
+        elif cadence.steps is None:
+            due = tier.name in self._clock.due
         else:
-            due = cadence.due(step, last[0], 0.0)
+            due = cadence.due(step, last)
         if due:
-            self._last_due[tier.name] = (step, now)
+            self._last_due[tier.name] = step
         return due
 
     def fence(self) -> None:
@@ -653,8 +659,7 @@ class Checkpointer:
 
     def _end_calls(self) -> None:
         fence.wait()
-        if self._stop is not None:
-            self._stop.settle(failed=self._failed)
+        self._agreement.settle(failed=self._failed)
 
     def _end_sealing(self) -> None:
         last = self._ram_tier.finish() if self._ram_tier is not None else None
@@ -679,6 +684,7 @@ class Checkpointer:
         self._channels.close()
         self._sealing_channels.close()
         self._group.close()
+        self._agreement.close()
         if self._stop is not None:
             self._stop.close()
 

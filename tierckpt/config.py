@@ -176,10 +176,8 @@ class Cadence:
             f"every={every!r}: it takes a number of steps (≥ 1) or a duration such as '30s', '10min', '1h'"
         )
 
-    def due(self, step: int, last_step: int, elapsed: float) -> bool:
-        """Whether ``step`` is due when the last one taken was ``last_step``, ``elapsed`` seconds ago."""
-        if self.seconds is not None:
-            return elapsed >= self.seconds
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether ``step`` is due by its number when the last one taken was ``last_step``."""
         assert self.steps is not None
         # A drop (training was set back) is due as a rise is; the same step again is for the caller to refuse.
         return step == last_step or step // self.steps != last_step // self.steps

@@ -210,10 +210,6 @@ class Group:
                     f"{what}: {name}= must be the same on all ranks: rank 0 was given {said[0]!r}, rank {rank} {said[rank]!r}"
                 )
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """What rank 0 passed. Collective."""
-        return self.exchange(payload or b"" if self.rank == 0 else b"")[0]
-
     def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]:
         """Run ``part`` on every rank; all get every result, or all raise. Collective.
 
