@@ -51,6 +51,29 @@ def test_a_duration_as_cadence(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "s") == [0]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"run": 5},
+        {"run": "a/b"},
+        {"run": "x" * 129},
+        {"key": 5},
+        {"trust": 5},
+        {"group": 3},
+        {"max_restarts": "3"},
+        {"max_restarts": 0},
+        {"fresh": "no"},
+        {"timeout": "x"},
+        {"agent": "on"},
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(StateError, match=f"{name}="):
+        Checkpointer(tmp_path / "s", **arguments)
+    assert not (tmp_path / "s").exists()
+
+
 def test_retention_as_a_policy(tmp_path: Path) -> None:
     _save(tmp_path / "s", list(range(1, 8)), tiers=[Disk(keep=KeepEvery(3, count=2), grace=0)])
     assert tierckpt.steps(tmp_path / "s") == [3, 6, 7]

@@ -40,6 +40,7 @@ from tierckpt.format import canonical, values
 from tierckpt.format.canonical import JSON, MAX_INTEGER
 from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
+from tierckpt.format.store import RUN_ID, is_run_id
 from tierckpt.group import Group
 from tierckpt.restore.load import LoadInfo, load
 from tierckpt.restore.settle import settle, settle_newest
@@ -109,6 +110,10 @@ class Checkpointer:
         _one_of("agent", agent, ("auto", "off"))
         _one_of("on_error", on_error, ("report", "raise"))
         _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
+        _takes("run", run, run is None or run == "" or _is_name(run), f"a name: {RUN_ID}")
+        _takes("key", key, key is None or isinstance(key, (str, os.PathLike, SigningKey)), "the path of a private key")
+        _takes("max_restarts", max_restarts, type(max_restarts) is int and max_restarts > 0, "a number, 1 at least")
+        _takes("fresh", fresh, isinstance(fresh, bool), "True or False")
         listened = signals.numbers(save_on_signal)
         self._on_disagreement, self._given_key = on_disagreement, key
         self._ram, self._disk = _tiers(tiers, agent)
@@ -807,6 +812,15 @@ def _failure(handle: Handle) -> str:
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _takes(name: str, given: object, fits: bool, what: str) -> None:
+    if not fits:
+        raise StateError(f"{name}={reprlib.repr(given)}: it takes {what}")
+
+
+def _is_name(run: object) -> bool:
+    return isinstance(run, str) and is_run_id(run)
 
 
 def _tiers(tiers: Sequence[Tier] | Tier | None, agent: str) -> tuple[Ram | None, Disk]:

@@ -53,6 +53,10 @@ class Group:
                     "initialised: it saves and loads by itself. Call torch.distributed.init_process_group() first",
                 )
             return
+        if not isinstance(process_group, (dist.ProcessGroup, type(None))):
+            raise StateError(
+                f"group={process_group!r}: it takes a process group of torch.distributed (of a mesh: mesh.get_group(name))"
+            )
         if process_group is not None and dist.get_rank(process_group) < 0:
             raise TierckptError("group=: this process is not a member of the group it passed")
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)

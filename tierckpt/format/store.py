@@ -12,6 +12,8 @@ from tierckpt.format.canonical import JSON
 ALGORITHM = "blake3-256"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: The same in words.
+RUN_ID = "1 to 128 of A-Z a-z 0-9 . _ -, the first a letter or a digit"
 
 
 def is_run_id(run: str) -> bool:
@@ -22,7 +24,7 @@ def is_run_id(run: str) -> bool:
 def check_run_id(run: str) -> str:
     """``run`` itself. Raises ``StoreError`` if no run may be called that."""
     if not is_run_id(run):
-        raise StoreError(f"run id {run[:140]!r}: use 1 to 128 of A-Z a-z 0-9 . _ -, the first a letter or a digit")
+        raise StoreError(f"run id {run[:140]!r}: use {RUN_ID}")
     return run
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt.config import config_dir
-from tierckpt.errors import StoreError, TierckptError, UntrustedError
+from tierckpt.errors import StateError, StoreError, TierckptError, UntrustedError
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, LinkSummary
 from tierckpt.format.keys import SigningKey, read_public, sync_folder
@@ -91,6 +91,8 @@ def trusted_keys(
         trust = [part for part in text.replace(",", ":").split(":") if part]
     if isinstance(trust, (str, os.PathLike)):
         trust = [trust]
+    if not isinstance(trust, Iterable):
+        raise StateError(f"trust={trust!r}: it takes public keys, hex or paths of files")
     return frozenset(read_public(one) for one in trust)
 
 
