@@ -161,7 +161,7 @@ def test_forgotten_checkpointers_give_their_threads_back(tmp_path: Path) -> None
     def one(number: int) -> threading.Thread:
         ckpt = Checkpointer(tmp_path / f"s{number}", agent="off")
         ckpt.save(0, {"w": torch.ones(1)}).wait()
-        thread = ckpt._drain._thread
+        thread = ckpt._drain._line._worker
         assert thread is not None
         return thread
 

@@ -12,7 +12,7 @@ import pytest
 
 from tierckpt import Handle, threads
 from tierckpt.agent import handle as handles
-from tierckpt.threads import Signal, Worker
+from tierckpt.threads import Serial, Signal, Worker
 
 #: Whose instructions are interrupted: those that the interpreter's own modules make in between, too.
 FILES = {threads.__file__, handles.__file__, threading.__file__}
@@ -102,3 +102,95 @@ def test_interrupts_of_who_waits_never_stop_who_tells(wait: str) -> None:
         if left > 0:
             break
     assert interrupted > 10
+
+
+def test_interrupts_of_who_puts_never_make_two_take() -> None:
+    """At every instruction of the first ``put``, with which the thread starts: what was put is taken in order, by one thread.
+
+    Not in the interpreter's own start of a thread, whose locks are taken in one instruction.
+    """
+    interrupted = 0
+    for number in range(1, 2000):
+        taken: list[int] = []
+        by: set[int] = set()
+
+        def take(item: int, taken: list[int] = taken, by: set[int] = by) -> None:
+            by.add(threading.get_ident())
+            taken.append(item)
+
+        serial: Serial[int] = Serial(take, "serial")
+        left = number
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = True
+            if event == "opcode" and frame.f_code.co_filename == threads.__file__:
+                left -= 1
+                if left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            serial.put(1)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        serial.put(2)
+        serial.put(3)
+        serial.close()
+        assert taken in ([1, 2, 3], [2, 3]) and len(by) == 1, number
+        assert not serial.is_alive
+        serial.close()
+        if left > 0:
+            break
+    assert interrupted > 10 and left > 0
+
+
+def test_an_interrupt_when_the_thread_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while whoever starts the thread waits to hear that it runs."""
+    inside, go_on = threading.Event(), threading.Event()
+    taken: list[int] = []
+    by: set[int] = set()
+
+    def take(item: int) -> None:
+        by.add(threading.get_ident())
+        inside.set()
+        go_on.wait(20)
+        taken.append(item)
+
+    serial: Serial[int] = Serial(take, "serial")
+    start = Worker.start
+
+    def interrupted(worker: Worker) -> None:
+        start(worker)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            serial.put(1)
+    serial.put(2)
+    assert inside.wait(20)
+    go_on.set()
+    serial.close()
+    assert taken == [1, 2] and len(by) == 1
+
+
+def test_what_is_taken_where_a_thread_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    serial: Serial[int] = Serial(taken.append, "serial")
+
+    def refuses(_: Worker) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "start", refuses)
+        with pytest.raises(RuntimeError):
+            serial.put(1)
+    serial.put(2)
+    serial.close()
+    assert taken == [1, 2]

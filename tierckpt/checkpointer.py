@@ -498,11 +498,16 @@ class Checkpointer:
         # What is on GPUs cannot be read piece by piece.
         live = live and not prepared.has_devices and not planned.has_devices
         memory: Memory | None = None
+        # Who saves for the last time waits for the others.
+        waits = last or (self._ram is not None and self._ram.on_full == "wait")
+        behind = _nobody if waits else self._numbers.behind
         if not live and self._ram_tier is not None:
             due = self._disk.name in handle.due
-            memory = AgentMemory(self._ram_tier, handle.step, due=due, pinned=pinned, must=last or pinned)
+            memory = AgentMemory(
+                self._ram_tier, handle.step, due=due, pinned=pinned, must=last or pinned, behind=behind
+            )
         elif not live:
-            memory = OwnMemory(self._arena, self._timeout)
+            memory = OwnMemory(self._arena, self._timeout, behind)
         refuse = self._on_disagreement == "refuse"
         staging = Staging(self._planner, memory, planned, prepared, metadata, refuse=refuse)
         begun.append(staging)
@@ -748,6 +753,11 @@ class Checkpointer:
             raise StateError("this Checkpointer has been closed")
         if self._pid != os.getpid():
             raise StateError("this Checkpointer belongs to the process that this one was forked from; make a new one")
+
+
+def _nobody() -> str:
+    """There is nobody who would be too late."""
+    return ""
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

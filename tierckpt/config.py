@@ -41,6 +41,8 @@ READERS_GRACE = 600.0
 TIMEOUT = 1800.0
 #: Seconds for which a rank that has lost contact waits for the others to say that they are still there.
 ANSWER_SECONDS = 3.0
+#: Seconds for which training stands since no slot is free, where all wait for ranks that have not come to those saves.
+BEHIND_SECONDS = 15.0
 #: Seconds between two looks whether another rank was told to end; more where there are many ranks.
 STOP_SECONDS = 0.25
 STOP_SECONDS_PER_RANK = 0.001

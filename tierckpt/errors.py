@@ -65,6 +65,10 @@ class ArenaFullError(TierckptError):
     """No slot is free. The message says what is needed, what is held and the budget."""
 
 
+class RanksBehindError(ArenaFullError):
+    """No memory is free, since other ranks have not come to the saves that hold it."""
+
+
 class FencedError(TierckptError):
     """A newer generation of the run exists; this process can commit nothing any more."""
 

@@ -7,9 +7,12 @@ something stands there. A lock itself is taken in one instruction.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Condition(threading.Condition):
@@ -75,3 +78,63 @@ class Worker(threading.Thread):
         """Wait until it has ended."""
         self._over.wait()
         self.join()
+
+
+class Serial(Generic[T]):
+    """One thread that takes what is put, one after the other, started with the first.
+
+    An interrupt of who puts may come when nobody knows whether the thread was started: then there may be others, which end as
+    soon as they see that one is at it. What cannot be taken since the system refuses a thread is taken with what is put next.
+
+    Args:
+        take: raises nothing.
+        name: of the thread.
+    """
+
+    def __init__(self, take: Callable[[T], object], name: str) -> None:
+        self._take, self._name = take, name
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._claim = threading.Lock()
+        self._over = Signal()
+        self._worker: Worker | None = None
+
+    def put(self, item: T) -> None:
+        """Have it taken after all before it."""
+        self._queue.put(item)
+        self._start()
+
+    def _start(self) -> None:
+        if self._worker is None:
+            one: list[Worker] = []
+            one.append(Worker(lambda: self._work(one[0]), self._name))
+            one[0].start()
+
+    def _work(self, worker: Worker) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        self._worker = worker
+        try:
+            while (item := self._queue.get()) is not None:
+                self._take(item)
+                del item
+        finally:
+            self._over.set()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._worker is not None and self._worker.is_alive()
+
+    def stop(self) -> None:
+        """Let the thread end once all was taken; does not wait."""
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """Wait until all was taken and the thread has ended. Nothing is put any more."""
+        if self._worker is None and self._queue.empty():
+            return  # there was never anything
+        self.stop()
+        self._start()
+        self._over.wait()
+        if self._worker is not None:
+            self._worker.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tierckpt
 from tests.agent.job import state, values
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, Ram
+from tierckpt.agent import calls
 from tierckpt.errors import OutOfStepError, TierckptError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -56,6 +58,38 @@ def test_ranks_find_each_other_again(tmp_path: Path, agent: str) -> None:
         ]
         assert (one["step"], one["values"]) == (13, {13.0})
     assert set(tierckpt.steps(root)) == {*range(14), 20} - left_out
+    assert tierckpt.verify(root, every=True).ok
+
+
+def _goes_on_without(rank: int, root: str, agent: str, pin: bool) -> tuple[float, list[str]]:
+    """Rank 0 leaves out more calls in a row than there are slots, and training keeps the ranks together."""
+    calls.BEHIND_SECONDS = 0.5
+    longest, told = 0.0, []
+    every = 10 if agent == "auto" else 1
+    with Checkpointer(root, tiers=[Ram(), Disk(every=every)], agent=agent, timeout=60) as ckpt:
+        for step in range(30):
+            dist.barrier()
+            if rank == 0 and 5 <= step < 13:
+                continue
+            began = time.monotonic()
+            handle = ckpt.save(step, state(step, rank), pin=pin)
+            longest = max(longest, time.monotonic() - began)
+            if step == 3:
+                ckpt.wait()
+            if step in (20, 29):
+                handle.wait()
+        ckpt.wait()
+        told = [str(one.error) for one in [handle] if one.error is not None]
+    return longest, told
+
+
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_no_rank_stands_for_others_that_leave_calls_out(tmp_path: Path, agent: str, pin: bool) -> None:
+    root = tmp_path / "s"
+    for longest, told in run_ranks(_goes_on_without, 2, str(root), agent, pin):
+        assert longest < 15 and not told
+    assert {0, 20, 29} <= set(tierckpt.steps(root)) and not set(range(5, 13)) & set(tierckpt.steps(root))
     assert tierckpt.verify(root, every=True).ok
 
 

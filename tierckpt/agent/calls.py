@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tierckpt.config import BEHIND_SECONDS
 from tierckpt.errors import OutOfStepError, TierckptError
 from tierckpt.format.canonical import MAX_INTEGER
 from tierckpt.telling import by_rank, ranks, warn
@@ -39,6 +41,15 @@ class Calls:
         self._last = -1
         #: How many calls this rank has left out in all, as far as is known.
         self.left_out = 0
+        # The step at which this rank waits for the others, and since when.
+        self._waits: tuple[int, float] | None = None
+
+    def behind(self) -> str:
+        """That the other ranks have not come for a while to a save that this one has handed over; empty if they have."""
+        waits = self._waits
+        if waits is None or time.monotonic() - waits[1] < BEHIND_SECONDS:
+            return ""
+        return f"this rank has waited for {time.monotonic() - waits[1]:.0f} s for others to come to the save of step {waits[0]}"
 
     @property
     def made(self) -> int:
@@ -69,6 +80,13 @@ class Calls:
             OutOfStepError: this rank's step is given up; nothing of it was written.
             What else :meth:`Ranks.vote` raises.
         """
+        self._waits = step, time.monotonic()
+        try:
+            return self._meet(group, call, step, part)
+        finally:
+            self._waits = None
+
+    def _meet(self, group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[bytes]:
         what = f"the save of step {step}"
         if call >> _ROUND != self._round:
             self._round, self._missed, self._last = call >> _ROUND, 0, -1

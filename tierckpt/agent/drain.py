@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import operator
-import queue
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tierckpt.errors import FencedError, LostContactError, OutOfStepError, StepE
 from tierckpt.format.digest import derive
 from tierckpt.format.manifest import Manifest, ShardRef
 from tierckpt.telling import warn
-from tierckpt.threads import Condition, Worker
+from tierckpt.threads import Condition, Serial
 
 _log = logging.getLogger("tierckpt")
 
@@ -144,46 +143,34 @@ class Drain:
         self.overtakes = False
         self.pending: list[Job] = []
         self.turn = Condition()
-        self._queue: queue.SimpleQueue[Job | Mark | None] = queue.SimpleQueue()
-        self._thread: Worker | None = None
+        self._line: Serial[Job | Mark] = Serial(self._next, "tierckpt-drain")
 
     def put(self, job: Job | Mark) -> None:
         """Hand over a step."""
         if isinstance(job, Job):
             with self.turn.lock:
                 self.pending.append(job)
-        self._queue.put(job)
-        if self._thread is None:
-            # A daemon: whoever owns the drain closes it, at the latest when the interpreter ends. One that the system refuses
-            # is started with the next step, which finds this one still queued.
-            thread = Worker(self._work, "tierckpt-drain")
-            thread.start()
-            self._thread = thread
+        self._line.put(job)
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""
-        self._queue.put(None)
+        self._line.stop()
 
     def close(self) -> None:
         """Finish what is queued."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.finish()
-            self._thread = None
+        self._line.close()
 
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            if isinstance(job, Mark):
-                job.meet(self._ranks)
-                continue
-            try:
-                info = self._drain(job) if not self.overtakes or self._offer(job) else None
-            except BaseException as error:
-                self._end(job, None, error)
-            else:
-                if info is not None:
-                    self._end(job, info, None)
-            del job
+    def _next(self, job: Job | Mark) -> None:
+        if isinstance(job, Mark):
+            job.meet(self._ranks)
+            return
+        try:
+            info = self._drain(job) if not self.overtakes or self._offer(job) else None
+        except BaseException as error:
+            self._end(job, None, error)
+        else:
+            if info is not None:
+                self._end(job, info, None)
 
     def _end(self, job: Job, info: SaveInfo | None, error: BaseException | None) -> None:
         with self.turn.lock:

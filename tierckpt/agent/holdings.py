@@ -190,7 +190,7 @@ class Holdings:
                     raise ArenaFullError(self._full(generation, size))
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise ArenaFullError(self._full(generation, size) + (f" after {wait:g} s" if wait else ""))
+                    raise ArenaFullError(self._full(generation, size))
                 if gone():
                     raise ArenaFullError(f"rank {rank} died while it waited for a slot")
                 self.change.wait(min(left, _LOOK))

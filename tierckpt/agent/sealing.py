@@ -6,7 +6,6 @@ It has channels of its own, since a step is complete long before the drain has d
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Callable, Mapping, Sequence
 
 from tierckpt.agent.calls import Mark, Ranks
@@ -15,7 +14,7 @@ from tierckpt.agent.handle import Handle
 from tierckpt.agent.writing import Shard
 from tierckpt.errors import AgentLostError, SkippedError, TierckptError
 from tierckpt.telling import named
-from tierckpt.threads import Signal, Worker
+from tierckpt.threads import Serial, Signal
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
@@ -53,8 +52,7 @@ class Sealing:
     ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
         self._complete, self._drop = complete, drop
-        self._queue: queue.SimpleQueue[Job | Mark | Hastened | None] = queue.SimpleQueue()
-        self._thread: Worker | None = None
+        self._line: Serial[Job | Mark | Hastened] = Serial(self._next, "tierckpt-seal")
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
 
@@ -66,41 +64,32 @@ class Sealing:
 
     def put(self, job: Job | Mark | Hastened) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
-        self._queue.put(job)
-        if self._thread is None:
-            thread = Worker(self._work, "tierckpt-seal")
-            thread.start()  # refused, it is tried again with the next step
-            self._thread = thread
+        self._line.put(job)
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty; does not wait."""
-        self._queue.put(None)
+        self._line.stop()
 
     def close(self) -> Job | None:
         """Finish what is queued; the newest complete step if it is on no disk and not on its way there."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.finish()
-            self._thread = None
+        self._line.close()
         return self._only_here
 
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            if isinstance(job, Hastened):
-                self._hasten(job)
-                continue
-            if isinstance(job, Mark):
-                job.meet(self._ranks)
-                continue
+    def _next(self, job: Job | Mark | Hastened) -> None:
+        if isinstance(job, Hastened):
+            self._hasten(job)
+            return
+        if isinstance(job, Mark):
+            job.meet(self._ranks)
+            return
+        try:
+            self._take(job)
+        except BaseException as error:
             try:
-                self._take(job)
-            except BaseException as error:
-                try:
-                    job.release(False)
-                    self._drop(job.step)
-                finally:
-                    job.handle._finish(None, error)
-            del job
+                job.release(False)
+                self._drop(job.step)
+            finally:
+                job.handle._finish(None, error)
 
     def _hasten(self, wish: Hastened) -> None:
         job, self._only_here = self._only_here, None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 from tierckpt import _native, machine
 from tierckpt.config import MEMORY_MARGIN
-from tierckpt.errors import ArenaFullError
+from tierckpt.errors import ArenaFullError, RanksBehindError
 from tierckpt.snapshot.device import pin_ahead
 from tierckpt.threads import Condition
 
+T = TypeVar("T")
+
 _PAGE = 4096
+#: Seconds of waiting for a slot between two looks whether it makes sense.
+_LOOK = 1.0
 
 
 class Slot:
@@ -28,17 +36,47 @@ class Slot:
             arena._give_back(self.buffer)
 
 
+def patiently(take: Callable[[float], T], timeout: float, behind: Callable[[], str]) -> T:
+    """A slot by ``take``, which waits so many seconds for one, within ``timeout`` seconds.
+
+    Args:
+        behind: why no slot will be free before other ranks come; empty if one may be.
+
+    Raises:
+        ArenaFullError: there was none, for that reason or another.
+    """
+    until = time.monotonic() + timeout
+    while True:
+        began = time.monotonic()
+        wait = 0.0 if behind() else max(0.0, min(until - began, _LOOK))
+        try:
+            return take(wait)
+        except ArenaFullError as error:
+            why = behind()
+            if why:
+                raise RanksBehindError(f"no slot is free: {why}") from error
+            # What was refused at once will be refused again.
+            if time.monotonic() - began < wait or not timeout:
+                raise
+            if until - began <= _LOOK:
+                raise ArenaFullError(f"{error} after {timeout:g} s") from error
+
+
 class OwnMemory:
-    """Where a step is kept in this process: nothing of it outlives that (see :class:`tierckpt.snapshot.staging.Memory`)."""
+    """Where a step is kept in this process: nothing of it outlives that (see :class:`tierckpt.snapshot.staging.Memory`).
+
+    Args:
+        behind: see :func:`patiently`.
+    """
 
     seals = False
 
-    def __init__(self, arena: Arena, timeout: float) -> None:
-        self._arena, self._timeout = arena, timeout
+    def __init__(self, arena: Arena, timeout: float, behind: Callable[[], str]) -> None:
+        self._arena, self._timeout, self._behind = arena, timeout, behind
 
     def acquire(self, size: int) -> Slot:
         """A slot, once one is free."""
-        return self._arena.acquire(size, self._timeout)
+        return patiently(lambda wait: self._arena.acquire(size, wait), self._timeout, self._behind)
 
     def larger(self, size: int) -> None:
         """This process keeps it."""
@@ -77,7 +115,7 @@ class Arena:
         with self._change.lock:
             if not self._change.wait_for(lambda: self._may_take(capacity), timeout):
                 raise ArenaFullError(
-                    f"{size:,} bytes are needed, but the slots are still being drained after {timeout:g} s ({self._held} of "
+                    f"{size:,} bytes are needed, but the slots are still being drained ({self._held} of "
                     f"{self.slots}, {machine.available():,} bytes of memory are free)"
                 )
             buffer = self._fitting(capacity)

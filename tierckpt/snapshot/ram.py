@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tierckpt import config
 from tierckpt.agent.client import Client, Joining
@@ -11,9 +12,17 @@ from tierckpt.agent.drain import Drain, Job
 from tierckpt.agent.sealing import Sealing
 from tierckpt.agent.writing import Shard
 from tierckpt.config import Ram
-from tierckpt.errors import AgentLostError, AgentSilentError, ArenaFullError, FencedError, SkippedError, TierckptError
+from tierckpt.errors import (
+    AgentLostError,
+    AgentSilentError,
+    ArenaFullError,
+    FencedError,
+    RanksBehindError,
+    SkippedError,
+    TierckptError,
+)
 from tierckpt.group import Group
-from tierckpt.snapshot.arena import Arena, Slot
+from tierckpt.snapshot.arena import Arena, Slot, patiently
 from tierckpt.snapshot.remote import RemoteArena, RemoteSlot
 from tierckpt.telling import warn
 
@@ -83,8 +92,12 @@ class RamTier:
         self._drain.writer = self.arena
         self._drain.overtakes = policy.on_full == "overtake"
 
-    def acquire(self, size: int, *, must: bool) -> RemoteSlot:
-        """A slot of the agent. ``must``: the step is not skipped.
+    def acquire(self, size: int, *, must: bool, behind: Callable[[], str]) -> RemoteSlot:
+        """A slot of the agent.
+
+        Args:
+            must: the step is not skipped.
+            behind: see :func:`tierckpt.snapshot.arena.patiently`.
 
         Raises:
             ArenaFullError: no slot became free, or the budget has no room.
@@ -94,7 +107,11 @@ class RamTier:
         """
         skips = self._policy.on_full == "skip" and not must
         try:
-            return self.arena.acquire(size, 0.0 if skips else self._group.timeout)
+            return patiently(lambda wait: self.arena.acquire(size, wait), 0.0 if skips else self._group.timeout, behind)
+        except RanksBehindError as error:
+            if must:
+                raise
+            raise SkippedError(str(error)) from error
         except ArenaFullError as error:
             if skips:
                 raise SkippedError("no slot was free") from error
@@ -166,10 +183,14 @@ class AgentMemory:
         due: whether the step is due on the disk.
         pinned: whether it is never to be retired.
         must: whether it is saved even where it takes time to get a slot.
+        behind: see :func:`tierckpt.snapshot.arena.patiently`.
     """
 
-    def __init__(self, tier: RamTier, step: int, *, due: bool, pinned: bool, must: bool) -> None:
+    def __init__(
+        self, tier: RamTier, step: int, *, due: bool, pinned: bool, must: bool, behind: Callable[[], str]
+    ) -> None:
         self._tier, self._step, self._due, self._pinned, self._must = tier, step, due, pinned, must
+        self._behind = behind
         self._here = False
 
     @property
@@ -183,7 +204,7 @@ class AgentMemory:
         See :meth:`RamTier.acquire`.
         """
         try:
-            return self._tier.acquire(size, must=self._must)
+            return self._tier.acquire(size, must=self._must, behind=self._behind)
         except AgentLostError as error:
             self._here = True
             self._tier.warn_of(error)
@@ -191,6 +212,8 @@ class AgentMemory:
             if not self._due:
                 raise SkippedError(why) from error
             return self._tier.acquire_here(size, why, must=self._must)
+        except RanksBehindError:
+            raise
         except ArenaFullError as error:
             if not self._due:
                 raise
