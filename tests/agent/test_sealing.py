@@ -11,7 +11,7 @@ import pytest
 import tierckpt
 from tests.agent.job import state, values
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk, Ram, SkippedError, TierckptError
+from tierckpt import Checkpointer, Disk, Ram, SkippedError, StoreError, TierckptError
 
 TIMEOUT = 40.0
 
@@ -128,3 +128,30 @@ def _pins(rank: int, root: str, agent: str, who: int) -> list[str]:
 def test_a_step_that_one_rank_pins_is_pinned(tmp_path: Path, who: int) -> None:
     assert run_ranks(_pins, 2, str(tmp_path / "s"), "auto", who) == [[""] * 3] * 2
     assert tierckpt.steps(tmp_path / "s") == [1, 200]
+
+
+def _fails_once(rank: int, root: str, agent: str) -> tuple[str, bool]:
+    """Step 1 fails on its way to the disk, on one rank, and is saved again with other values."""
+    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=TIMEOUT) as ckpt:
+        ckpt.save(0, state(0, rank)).wait()
+        room_for = ckpt._coordinator.room_for
+
+        def refuses(*_: Any) -> None:
+            raise StoreError("no room")
+
+        if rank == 1:
+            ckpt._coordinator.room_for = refuses  # type: ignore[method-assign]
+        first = _outcome(ckpt.save(1, state(1, rank)))
+        ckpt._coordinator.room_for = room_for  # type: ignore[method-assign]
+        again = ckpt.save(1, state(11, rank))
+        again.wait()
+        return first, agent == "off" or again.done("ram")
+
+
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_a_step_that_failed_on_its_way_to_the_disk_is_saved_again(tmp_path: Path, agent: str) -> None:
+    root = tmp_path / "s"
+    for first, in_memory in run_ranks(_fails_once, 2, str(root), agent):
+        assert "no room" in first and in_memory
+    assert tierckpt.steps(root) == [0, 1]
+    assert (tierckpt.read(root, step=1)["shared"] == 11).all()

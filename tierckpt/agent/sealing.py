@@ -55,6 +55,8 @@ class Sealing:
         self._line: Serial[Job | Mark | Hastened] = Serial(self._next, "tierckpt-seal")
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
+        #: The highest step that was sealed.
+        self._highest = -1
 
     def hasten(self) -> Hastened:
         """Take the newest complete step to the disk whatever the cadence says. All ranks do so between the same two steps."""
@@ -118,6 +120,7 @@ class Sealing:
         if job.due or not job.own:
             shard = job.settle(self._ranks, what, offers)
         if not job.own:
+            self._highest = max(self._highest, job.step)
             sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
             job.own = [rank for rank, said in enumerate(sealed) if said == _SILENT]
         if job.own:
@@ -176,6 +179,9 @@ class Sealing:
         job.handle._finish(None)
 
     def _mine(self, job: Job) -> bytes:
+        if job.step <= self._highest:
+            # What is in memory of a save that has failed makes room for this one, on all ranks before any seals again.
+            self._drop(job.step)
         if isinstance(job.staged, SkippedError):
             return _SKIPPED + str(job.staged).encode()
         said = job.ready()
