@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import logging
 import os
@@ -498,9 +499,10 @@ class Checkpointer:
         # What is on GPUs cannot be read piece by piece.
         live = live and not prepared.has_devices and not planned.has_devices
         memory: Memory | None = None
-        # Who saves for the last time waits for the others.
         waits = last or (self._ram is not None and self._ram.on_full == "wait")
-        behind = _nobody if waits else self._numbers.behind
+        # In any case not for so long that the ranks lose contact.
+        patience = self._timeout / 2 if waits else min(config.BEHIND_SECONDS, self._timeout / 4)
+        behind = functools.partial(self._numbers.behind, patience)
         if not live and self._ram_tier is not None:
             due = self._disk.name in handle.due
             memory = AgentMemory(
@@ -753,11 +755,6 @@ class Checkpointer:
             raise StateError("this Checkpointer has been closed")
         if self._pid != os.getpid():
             raise StateError("this Checkpointer belongs to the process that this one was forked from; make a new one")
-
-
-def _nobody() -> str:
-    """There is nobody who would be too late."""
-    return ""
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import tierckpt
 from tests.agent.job import state, values
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk, Ram
-from tierckpt.agent import calls
+from tierckpt import Checkpointer, Disk, Ram, config
 from tierckpt.errors import OutOfStepError, TierckptError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -63,7 +62,7 @@ def test_ranks_find_each_other_again(tmp_path: Path, agent: str) -> None:
 
 def _goes_on_without(rank: int, root: str, agent: str, pin: bool) -> tuple[float, list[str]]:
     """Rank 0 leaves out more calls in a row than there are slots, and training keeps the ranks together."""
-    calls.BEHIND_SECONDS = 0.5
+    config.BEHIND_SECONDS = 0.5
     longest, told = 0.0, []
     every = 10 if agent == "auto" else 1
     with Checkpointer(root, tiers=[Ram(), Disk(every=every)], agent=agent, timeout=60) as ckpt:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tierckpt.config import BEHIND_SECONDS
 from tierckpt.errors import OutOfStepError, TierckptError
 from tierckpt.format.canonical import MAX_INTEGER
 from tierckpt.telling import by_rank, ranks, warn
@@ -44,10 +43,10 @@ class Calls:
         # The step at which this rank waits for the others, and since when.
         self._waits: tuple[int, float] | None = None
 
-    def behind(self) -> str:
-        """That the other ranks have not come for a while to a save that this one has handed over; empty if they have."""
+    def behind(self, seconds: float) -> str:
+        """That the other ranks have not come for so long to a save that this one has handed over; empty if they have."""
         waits = self._waits
-        if waits is None or time.monotonic() - waits[1] < BEHIND_SECONDS:
+        if waits is None or time.monotonic() - waits[1] < seconds:
             return ""
         return f"this rank has waited for {time.monotonic() - waits[1]:.0f} s for others to come to the save of step {waits[0]}"
 

@@ -109,7 +109,7 @@ class RamTier:
         try:
             return patiently(lambda wait: self.arena.acquire(size, wait), 0.0 if skips else self._group.timeout, behind)
         except RanksBehindError as error:
-            if must:
+            if must or self._policy.on_full == "wait":
                 raise
             raise SkippedError(str(error)) from error
         except ArenaFullError as error:
