@@ -234,3 +234,15 @@ def test_when_a_rank_has_died_saves_say_so_instead_of_never_being_due(tmp_path: 
     first, _ = spawn(_survives, 2, str(tmp_path / "s"), _dies)
     assert "ranks no longer agree on when a save is due" in first.output
     assert first.value is not None and first.value.startswith(LostContactError.__name__), first.describe()
+
+
+def _closes(rank: int, root: str) -> int:
+    with Checkpointer(root, tiers=Disk(every="0.01s"), agent="off", timeout=20) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state(step, rank))
+            dist.barrier()
+    return len(tierckpt.steps(root))
+
+
+def test_there_is_an_end_though_something_is_always_due(tmp_path: Path) -> None:
+    assert min(run_ranks(_closes, 2, str(tmp_path / "s"))) >= 1

@@ -122,9 +122,12 @@ class Agreement:
             for subject, wants in zip(self._subjects, zip(*[said for said, _ in told], strict=True), strict=True)
             if any(wants)
         ]
-        if not wanted:
-            # Who closes has made the last of the calls that all make.
-            return _DONE in leaving
+        if wanted:
+            self._agree(wanted)
+        # Who closes has made the last of the calls that all make.
+        return _DONE in leaving
+
+    def _agree(self, wanted: Sequence[Subject]) -> None:
         with self._turn.lock:
             self._held = True
             places = [subject.place() for subject in wanted]
@@ -134,7 +137,6 @@ class Agreement:
                 subject.agree([word[number] for word in words])
             self._held = False
             self._turn.notify_all()
-        return False
 
     def stop(self, *, failed: bool = False) -> None:
         """Let the thread end with those of the other ranks; does not wait."""
