@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -97,7 +98,7 @@ class Calls:
 
         while True:
             try:
-                told = group.vote(what, lambda: where() + part(), tag=self._number(call))
+                told = group.vote(what, lambda: where() + part(), tag=_tag(self._number(call), step))
             except OutOfStepError as error:
                 if not error.tags:
                     raise  # what some rank has to say of another save
@@ -118,6 +119,9 @@ class Calls:
                 places = steps
             mine, last, first = places[group.rank], max(places), min(places)
             early = ranks([rank for rank, place in enumerate(places) if place < last])
+            if places is numbers and first == last:
+                # It is the same call on all: what was wrong with it on some rank says more.
+                group.vote(what, part, tag=last)
             # Who waits does so as long as the others come nearer.
             if mine < last or first <= least or first == last:
                 raise OutOfStepError(f"{differ}; ranks {early} alone saved in this call" if early else differ)
@@ -148,6 +152,11 @@ class Mark:
             _log.debug("call %d: %s", self.call, error)  # who needs the others is told when it does
         finally:
             self.passed.set()
+
+
+def _tag(number: int, step: int) -> int:
+    """Of this step in this call: the same number alone may be another step's where a rank has made a call of its own."""
+    return int.from_bytes(hashlib.blake2b(f"{number} {step}".encode(), digest_size=8).digest(), "little")
 
 
 #: Bits of the number of a call within its round.
