@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from tierckpt import config, signals
@@ -151,6 +152,8 @@ class Checkpointer:
         self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
+        # Whether there is a generation to save in.
+        self._has_begun = False
         # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
         self._steps: dict[int, Handle] = {}
         self._done: set[int] = set()
@@ -240,7 +243,7 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
-        with self._calls, self._agreement.call(None):
+        with self._calls, self._agreement.call(None), self._together(lambda: False):
             return self._restore(
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
@@ -305,9 +308,34 @@ class Checkpointer:
 
     def prepare(self, state: Any) -> None:
         """Plan and warm up for ``state`` ahead of the first save. Collective."""
-        with self._calls:
+        with self._calls, self._together(lambda: self._planner.is_planned):
             self._must_be_open()
             self._prepare(state)
+
+    @contextmanager
+    def _together(self, is_over: Callable[[], bool]) -> Iterator[None]:
+        """Around what all ranks do together. An interrupt of it costs contact at once, unless ``is_over``: nobody must wait for a
+        rank that has left, nor go on as if it had not."""
+        try:
+            yield
+        except LostContactError:
+            self._lose_contact()
+            raise
+        except Exception:
+            raise  # on all ranks
+        except BaseException:
+            if not is_over():
+                self._lose_contact()
+            raise
+
+    def _lose_contact(self) -> None:
+        for channels in (self._group, self._channels, self._sealing_channels):
+            channels.close()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a save is nothing that the ranks do together: the first is."""
+        return self._has_begun and self._planner.is_planned
 
     def _prepare(self, state: Any) -> None:
         size = self._planner.prepare(state)
@@ -365,10 +393,11 @@ class Checkpointer:
             # What goes to the disk is in memory first.
             handle = Handle(step, names, names if self._disk.name in due else due)
             self._handles.append(handle)
-            if self._coordinator.generation == 0:
-                self._begin(None, chosen=False, unread=None if live or always else step)
-            fenced = not (live or always or stepping.is_under_way())
-            self._snapshot(call, handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
+            with nullcontext() if self._is_alone else self._together(lambda: self._is_alone):
+                if not self._has_begun:
+                    self._begin(None, chosen=False, unread=None if live or always else step)
+                fenced = not (live or always or stepping.is_under_way())
+                self._snapshot(call, handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
             self._handles = [other for other in self._handles if other is not handle]
             raise
@@ -585,6 +614,7 @@ class Checkpointer:
                 )
             return chain.newest
 
+        self._has_begun = False  # until all of this has been done
         self._steps.clear()
         self._done.clear()
         if looks and not chosen and not self._fresh and self._ram is not None:
@@ -608,6 +638,7 @@ class Checkpointer:
         self._coordinator.follow(told[0], self._group)
         if self._ram is not None:
             self._join(self._ram)
+        self._has_begun = True
 
     def _join(self, policy: Ram) -> None:
         """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""

@@ -114,7 +114,7 @@ class Group:
 
         with self._contact():
             counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self._pg.allgather([counts], [torch.tensor([len(payload)])]).wait()
+            self._open.allgather([counts], [torch.tensor([len(payload)])]).wait()
             sizes = [int(count) for count in counts]
             speakers = [rank for rank, size in enumerate(sizes) if size]
             if len(speakers) <= _FEW:
@@ -126,7 +126,7 @@ class Group:
             if payload:
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             gathered = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
-            self._pg.allgather([gathered], [mine]).wait()
+            self._open.allgather([gathered], [mine]).wait()
         return [ctypes.string_at(t.data_ptr(), size) for t, size in zip(gathered, sizes, strict=True)]
 
     def _spread(self, payload: bytes, source: int, size: int) -> bytes:
@@ -135,7 +135,7 @@ class Group:
         data = torch.empty(size, dtype=torch.uint8)
         if source == self.rank:
             ctypes.memmove(data.data_ptr(), payload, size)
-        self._pg.broadcast(data, source).wait()
+        self._open.broadcast(data, source).wait()
         return payload if source == self.rank else ctypes.string_at(data.data_ptr(), size)
 
     def send(self, data: memoryview, to: int) -> None:
@@ -143,22 +143,28 @@ class Group:
         import torch
 
         with self._contact():
-            self._pg.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()
+            self._open.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()
 
     def receive(self, into: memoryview, source: int) -> None:
         """Take ``into.nbytes`` bytes from rank ``source``, which must be in :meth:`send`. Not collective."""
         import torch
 
         with self._contact():
-            self._pg.recv([torch.frombuffer(into, dtype=torch.uint8)], source, 0).wait()
+            self._open.recv([torch.frombuffer(into, dtype=torch.uint8)], source, 0).wait()
+
+    @property
+    def _open(self) -> Any:
+        """The channels. Not to be kept: they are closed once nobody has them, and another thread may give them up at any time."""
+        channels = self._pg
+        if channels is None:
+            raise LostContactError(
+                f"rank {self.rank}: contact with the other ranks of the group was lost or given up before"
+            )
+        return channels
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
         """What goes wrong between the ranks becomes an error of ours, on all of them."""
-        if self._pg is None:
-            raise LostContactError(
-                f"rank {self.rank}: contact with the other ranks of the group was lost or given up before"
-            )
         try:
             yield
         except RuntimeError as error:

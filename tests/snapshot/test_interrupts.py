@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Sequence
@@ -10,17 +11,23 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import tierckpt
 from tests.agent.job import state
 from tests.agents import status
-from tierckpt import Checkpointer, Disk, Ram, TierckptError, checkpointer
-from tierckpt.agent import client, protocol
+from tests.harness import run_ranks
+from tierckpt import Checkpointer, Disk, Ram, TierckptError, checkpointer, group
+from tierckpt.agent import client, coordinator, protocol, roots, sealing
+from tierckpt.restore import attempt, choice, load, settle
 from tierckpt.snapshot import ram, remote, staging
 from tierckpt.state import planner, recall, stepping
+from tierckpt.tiers import store, trust
 
 ASKING = (client, protocol, ram, remote, staging)
 PLANNING = (checkpointer, planner, recall, stepping)
+BEGINNING = (checkpointer, coordinator, roots, settle, store, trust, ram, sealing, planner)
+RESTORING = (*BEGINNING, attempt, choice, load)
 
 
 class _Interrupt:
@@ -110,3 +117,96 @@ def test_an_interrupted_save_has_ended(tmp_path: Path, agent: str) -> None:
                 step += 1
                 ckpt.save(step, state(step)).wait(timeout=20)
     assert interrupted > 30
+
+
+def _goes_on(root: str, agent: str, restores: bool, number: int, rank: int = 0, *, hits: bool = True) -> str:
+    """Interrupted at the ``number``-th line of the first save, or of restore(), a rank saves on. Where it was interrupted."""
+    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=20) as ckpt:
+        hit = _Interrupt(number, RESTORING if restores else BEGINNING)
+        before = sys.gettrace()
+        try:
+            if hits:
+                sys.settrace(hit)
+            if restores:
+                ckpt.restore(state(-1, rank))
+            else:
+                ckpt.save(10, state(10, rank))
+        except (KeyboardInterrupt, TierckptError):
+            pass
+        finally:
+            sys.settrace(before)
+        for step in (11, 12, 13):
+            with contextlib.suppress(TierckptError):
+                handle = ckpt.save(step, state(step, rank))
+                handle.wait(timeout=30)
+    return hit.where
+
+
+def _is_whole(root: Path) -> list[int]:
+    """The steps in it, which can all be read, and the newest be restored."""
+    steps = tierckpt.steps(root)
+    for step in steps:
+        found = tierckpt.read(root, step=step)
+        assert found["n"] == step and (found["shared"] == step).all()
+    if steps:
+        with Checkpointer(root, agent="off") as ckpt:
+            info = ckpt.restore({"shared": torch.empty(1000), "n": -1}, strict=False)
+            assert info is not None and info.step == steps[-1]
+    return steps
+
+
+def _enumerate(tmp_path: Path, agent: str, restores: bool, stride: int) -> None:
+    number, interrupted = 1, 0
+    while True:
+        root = tmp_path / f"s{number}"
+        if restores:
+            with Checkpointer(root, agent="off") as ckpt:
+                ckpt.save(9, state(9)).wait()
+        if not _goes_on(str(root), agent, restores, number):
+            break  # there are no more lines
+        # Alone, nothing is lost but the save itself.
+        assert set(_is_whole(root)) >= {11, 12, 13}, number
+        interrupted += 1
+        number += stride
+    assert interrupted > 4
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize(("agent", "stride"), [("off", 23), ("auto", 61)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_interrupt_while_a_generation_begins_costs_nothing_later(
+    tmp_path: Path, agent: str, stride: int, restores: bool
+) -> None:
+    _enumerate(tmp_path, agent, restores, stride)
+
+
+@pytest.mark.acceptance
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize(("agent", "stride"), [("off", 5), ("auto", 19)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_same_at_more_lines(tmp_path: Path, agent: str, stride: int, restores: bool) -> None:
+    _enumerate(tmp_path, agent, restores, stride)
+
+
+def _some_are_interrupted(rank: int, root: str, agent: str, restores: bool, number: int, who: list[int]) -> None:
+    group.ANSWER_SECONDS = 0.1  # which rank is lost is not the question
+    if restores:
+        with Checkpointer(root, agent="off") as ckpt:
+            ckpt.save(9, state(9, rank)).wait()
+    _goes_on(root, agent, restores, number, rank, hits=rank in who)
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("agent", ["off", "auto"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_no_rank_waits_for_one_that_was_interrupted_there(tmp_path: Path, agent: str, restores: bool) -> None:
+    for number in (3, 90, 200):
+        for who in ([0], [1], [0, 1]):
+            root = tmp_path / f"s{number}{who}"
+            # Whoever waits for a time-out does not return in time.
+            run_ranks(_some_are_interrupted, 2, str(root), agent, restores, number, who, timeout=18)
+            if root.exists():
+                _is_whole(root)

@@ -115,14 +115,17 @@ class Coordinator:
             link = store.publish(lambda chain: self._begin_link(chain, key.public, choose), key)
         # Of our own link: another process may have begun a newer one by the time that it was read back.
         assert isinstance(link.body, Begin)
-        self.generation = link.body.generation
+        generation = link.body.generation
         # The folder of this moment: a last word at the end of the process goes to the same place.
         self._pins = trust.Pins.load(store.run).path.parent.parent
         trust.remember(store.chain, store.url, trusted=self._trusted)
-        origin = store.chain.begins[self.generation].origin
-        self.origin = None if origin is None else (origin.generation, origin.step)
-        begun = store.chain.begun(self.generation)
-        told = {"run": store.run, "generation": self.generation, "origin": self.origin, "begun": begun}
+        origin = store.chain.begins[generation].origin
+        told = {
+            "run": store.run,
+            "generation": generation,
+            "origin": None if origin is None else (origin.generation, origin.step),
+            "begun": store.chain.begun(generation),
+        }
         return json.dumps(told).encode()
 
     def _begin_link(self, chain: Chain, key: str, choose: Callable[[Chain], CheckpointRef | None]) -> Link | None:

@@ -75,7 +75,7 @@ class Manifest:
             layout=self.layout,
             metadata=self.metadata,
             requires=requires,
-            run=self.run,
+            run=store.check_run_id(self.run),
             shards=shards,
             step=self.step,
             world=self.world,

@@ -80,7 +80,7 @@ class Receipt:
             metadata=self.metadata,
             name=self.name,
             rank=self.rank,
-            run=self.run,
+            run=store.check_run_id(self.run),
             size=self.size,
             step=self.step,
             stored={"form": "plain"},

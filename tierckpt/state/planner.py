@@ -106,6 +106,14 @@ class Said(NamedTuple):
     digest: bytes
 
 
+class _Agreed(NamedTuple):
+    """What the ranks have agreed on. ``key``: the digests of all ranks' descriptions."""
+
+    key: tuple[bytes, ...]
+    layout: Layout
+    replicas: Replicas
+
+
 _KNOWN = 8  # layouts that are remembered: ranks are few saves apart
 
 
@@ -115,9 +123,8 @@ class Planner:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._describer = Describer(group.global_ranks)
-        # The digests of all ranks' descriptions when the layout was agreed on.
-        self._key: tuple[bytes, ...] = ()
-        self._layout: Layout | None = None
+        # Replaced as a whole: an interrupt may come at any moment.
+        self._agreed: _Agreed | None = None
         self._lock = threading.Lock()
         # What is agreed on for later calls, in the order in which it was; the last call planned; whether the ranks are just
         # finding out what comes next.
@@ -126,13 +133,11 @@ class Planner:
         self._is_settling = False
         # The layouts that the ranks agreed on last, by their hashes.
         self._known: dict[str, Layout] = {}
-        self._replicas: Replicas | None = None
         self._told: set[str] = set()
         self._plan: WritePlan | None = None
         self._table: _native.CopyTable | None = None
         self._storages: set[str] = set()
         self._split: Split | None = None
-        self._total = 0
         self._recall: tuple[Recall, Said, list[bool]] | None = None
         self._changes = gpus.changes
         # The recall whose tensors look as the plan wants them, and where it has their addresses.
@@ -159,25 +164,25 @@ class Planner:
             del self._following[: len(due)]
             alone = self._is_settling
         if due:
-            self._agreed(due[-1].key, due[-1].following, due[-1].said)
-        if self._layout is None:
+            self._agree(due[-1].key, due[-1].following, due[-1].said)
+        agreed = self._agreed
+        if agreed is None:
             return self._together(state, what, mine)
         with paused_collector():
             said = mine()
             taken = self._take_apart(state)
-        if alone or taken.said.digest != self._key[self._group.rank]:
+        if alone or taken.said.digest != agreed.key[self._group.rank]:
             return Planned([said], None, None, None, taken)
-        return self._planned([said], self._layout, taken)
+        return self._planned([said], agreed, taken)
 
-    def _planned(self, told: list[bytes], layout: Layout | None, taken: Taken) -> Planned:
-        assert self._replicas is not None
-        sample = self._replicas.sample(self._call, taken)
-        return Planned(told, layout, self._replicas, sample, taken)
+    def _planned(self, told: list[bytes], agreed: _Agreed, taken: Taken) -> Planned:
+        sample = agreed.replicas.sample(self._call, taken)
+        return Planned(told, agreed.layout, agreed.replicas, sample, taken)
 
     @property
     def is_planned(self) -> bool:
         """Whether the next `plan` is not collective."""
-        return self._layout is not None
+        return self._agreed is not None
 
     def settle(self, ranks: Group, what: str, offers: Sequence[Offer], description: bytes) -> Settlement:
         """Make one checkpoint of what the ranks have staged, and follow later what they hold now. Collective; on ``ranks``, by
@@ -225,16 +230,17 @@ class Planner:
 
         results = self._group.vote(what, part)
         key = tuple(result[:32] for result in results)
-        self._agreed(key, *self._compose(what, key, taken[0].said.description))
-        return self._planned([result[32:] for result in results], self._layout, taken[0])
+        agreed = self._agree(key, *self._compose(what, key, taken[0].said.description))
+        return self._planned([result[32:] for result in results], agreed, taken[0])
 
-    def _agreed(self, key: tuple[bytes, ...], layout: Layout, said: Descriptions) -> None:
-        if key == self._key:
-            return
-        self._key, self._layout, self._plan = key, layout, None
-        self._know(layout)
-        self._replicas = Replicas(layout, self._group.rank, said)
-        self._total = _total(layout)
+    def _agree(self, key: tuple[bytes, ...], layout: Layout, said: Descriptions) -> _Agreed:
+        agreed = self._agreed
+        if agreed is None or key != agreed.key:
+            agreed = _Agreed(key, layout, Replicas(layout, self._group.rank, said))
+            self._know(layout)
+            self._plan = None
+            self._agreed = agreed
+        return agreed
 
     @paused_collector()
     def prepared(self, planned: Planned) -> Prepared:
@@ -246,7 +252,7 @@ class Planner:
         taken, rank = planned.taken, self._group.rank
         if planned.layout is not None:
             plan, table, pointers, keep, split = self._write_plan(planned.layout, taken)
-            return Prepared(plan, table, pointers, keep, self._total, split)
+            return Prepared(plan, table, pointers, keep, _total(planned.layout), split)
         layout = own_layout(taken.said.description, rank, self._group.size)
         blob = blobs.encode({**taken.encoded, **taken.per_rank})
         plan = WritePlan(layout, rank, taken.described, len(blob))
@@ -332,7 +338,9 @@ class Planner:
         if plan.header is not None:
             table, split = plan.table(), plan.split(storages)
         pointers, keep = self._pointers(plan, taken, blob)
-        self._plan, self._table, self._storages, self._split = plan, table, storages, split
+        self._plan = None
+        self._table, self._storages, self._split = table, storages, split
+        self._plan = plan
         return plan, table, pointers, keep, split
 
     def _pointers(self, plan: WritePlan, taken: Taken, blob: bytes | None) -> tuple[array[int], list[object]]:
