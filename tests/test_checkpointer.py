@@ -65,6 +65,7 @@ def test_a_duration_as_cadence(tmp_path: Path) -> None:
         {"fresh": "no"},
         {"timeout": "x"},
         {"agent": "on"},
+        {"save_on_signal": 1},
     ],
 )
 def test_an_argument_that_makes_no_sense_is_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
@@ -72,6 +73,34 @@ def test_an_argument_that_makes_no_sense_is_refused_at_once(tmp_path: Path, argu
     with pytest.raises(StateError, match=f"{name}="):
         Checkpointer(tmp_path / "s", **arguments)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"step": "1"},
+        {"keys": 3},
+        {"keys": [3]},
+        {"keys": b"w"},
+        {"strict": 0},
+        {"cast": "no"},
+        {"fallback": None},
+        {"staged": "yes"},
+        {"mapping": {}},
+    ],
+)
+def test_an_argument_of_a_load_that_makes_no_sense_is_refused_at_once(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """``cast="no"`` would convert. A start that has nothing to load refuses the same."""
+    tierckpt.save(_state(1), tmp_path / "s", step=1)
+    (name,) = arguments
+    state = _state()
+    with pytest.raises(StateError, match=f"{name}="):
+        tierckpt.load(state, tmp_path / "s", **arguments)
+    with Checkpointer(tmp_path / "t", agent="off") as ckpt, pytest.raises(StateError, match=f"{name}="):
+        ckpt.restore(state, **arguments)
+    assert state["n"] == 0
 
 
 def test_retention_as_a_policy(tmp_path: Path) -> None:
@@ -227,7 +256,7 @@ def test_arguments_in_each_others_place_are_explained(tmp_path: Path) -> None:
 def test_keys_take_one_pattern_and_must_match_something(tmp_path: Path) -> None:
     tierckpt.save({"model": _state(1), "other": _state(2)}, tmp_path / "s", step=1)
     state = {"model": _state(), "other": _state()}
-    tierckpt.load(state, tmp_path / "s", keys="model.*")  # type: ignore[arg-type]
+    tierckpt.load(state, tmp_path / "s", keys="model.*")
     assert (state["model"]["n"], state["other"]["n"]) == (1, 0)
     with pytest.raises(LayoutError, match="nothing in step 1"):
         tierckpt.load(state, tmp_path / "s", keys=["nix.*"])

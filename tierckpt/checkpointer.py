@@ -24,6 +24,7 @@ from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
 from tierckpt.agent.writing import OwnWriter
 from tierckpt.agreement import Agreement
+from tierckpt.arguments import flags, one_of, patterns, takes
 from tierckpt.clock import Clock
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
@@ -43,7 +44,7 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.store import RUN_ID, is_run_id
 from tierckpt.group import Group
-from tierckpt.restore.load import LoadInfo, load
+from tierckpt.restore.load import LoadInfo, load, must_be_right
 from tierckpt.restore.settle import settle, settle_newest
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Arena, OwnMemory
@@ -103,18 +104,18 @@ class Checkpointer:
         agent: str = "auto",
         on_error: str = "report",
         on_disagreement: str = "report",
-        save_on_signal: bool | Iterable[int | str] = False,
+        save_on_signal: bool | int | str | Iterable[int | str] = False,
         max_restarts: int = config.MAX_RESTARTS,
         fresh: bool = False,
         timeout: float | None = None,
     ) -> None:
-        _one_of("agent", agent, ("auto", "off"))
-        _one_of("on_error", on_error, ("report", "raise"))
-        _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
-        _takes("run", run, run is None or run == "" or _is_name(run), f"a name: {RUN_ID}")
-        _takes("key", key, key is None or isinstance(key, (str, os.PathLike, SigningKey)), "the path of a private key")
-        _takes("max_restarts", max_restarts, type(max_restarts) is int and max_restarts > 0, "a number, 1 at least")
-        _takes("fresh", fresh, isinstance(fresh, bool), "True or False")
+        one_of("agent", agent, ("auto", "off"))
+        one_of("on_error", on_error, ("report", "raise"))
+        one_of("on_disagreement", on_disagreement, ("report", "refuse"))
+        takes("run", run, run is None or run == "" or _is_name(run), f"a name: {RUN_ID}")
+        takes("key", key, key is None or isinstance(key, (str, os.PathLike, SigningKey)), "the path of a private key")
+        takes("max_restarts", max_restarts, type(max_restarts) is int and max_restarts > 0, "a number, 1 at least")
+        flags(fresh=fresh)
         listened = signals.numbers(save_on_signal)
         self._on_disagreement, self._given_key = on_disagreement, key
         self._ram, self._disk = _tiers(tiers, agent)
@@ -221,7 +222,7 @@ class Checkpointer:
         state: Any,
         *,
         step: int | None = None,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[str] | str | None = None,
         strict: bool = True,
         cast: bool = False,
         fallback: bool = True,
@@ -245,8 +246,13 @@ class Checkpointer:
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
 
-    def _restore(self, state: Any, *, step: int | None, **arguments: Any) -> LoadInfo | None:
+    def _restore(
+        self, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
+    ) -> LoadInfo | None:
         self._must_be_open()
+        # Here, so that a start with nothing to load refuses what the next one would.
+        must_be_right(step, mapping, **how)
+        keys = patterns(keys)
         # What is still being drained belongs to the generation that ends here.
         self._meet()
         self.wait()
@@ -258,7 +264,9 @@ class Checkpointer:
                 self._place,
                 state,
                 step=step,
-                **arguments,
+                keys=keys,
+                mapping=mapping,
+                **how,
                 believe=self._coordinator.believe,
                 run=self._coordinator.run,
                 max_restarts=self._max_restarts,
@@ -814,16 +822,6 @@ class _Raised(Exception):
 def _failure(handle: Handle) -> str:
     text = str(handle.error)
     return text if text.startswith("the save of step") else f"the save of step {handle.step} failed: {text}"
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
-
-
-def _takes(name: str, given: object, fits: bool, what: str) -> None:
-    if not fits:
-        raise StateError(f"{name}={reprlib.repr(given)}: it takes {what}")
 
 
 def _is_name(run: object) -> bool:

@@ -89,7 +89,7 @@ def load(
     state: Any,
     root: str | os.PathLike[str],
     step: int | None = None,
-    keys: Sequence[str] | None = None,
+    keys: Sequence[str] | str | None = None,
     strict: bool = True,
     cast: bool = False,
     fallback: bool = True,
@@ -108,7 +108,7 @@ def load(
         state: as for :func:`save`; its tensors are filled, its values replaced.
         root: the folder of the store.
         step: which checkpoint; by default the newest that is complete and verified.
-        keys: globs over dotted names (``"model.*"``): only leaves that match are loaded.
+        keys: a glob over dotted names (``"model.*"``), or several: only leaves that match one are loaded.
         strict: keys missing from the checkpoint or from ``state`` are errors.
         cast: convert tensors whose dtype differs; integers that do not fit are refused.
         fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
@@ -148,7 +148,7 @@ def load(
 def read(
     root: str | os.PathLike[str],
     step: int | None = None,
-    keys: Sequence[str] | None = None,
+    keys: Sequence[str] | str | None = None,
     *,
     fallback: bool = True,
     mapping: Mapping | None = None,
