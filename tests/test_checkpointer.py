@@ -11,7 +11,20 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import Checkpointer, Disk, IntegrityError, KeepEvery, LayoutError, Ram, SkippedError, StateError
+from tierckpt import (
+    Checkpointer,
+    Disk,
+    IntegrityError,
+    KeepEvery,
+    LayoutError,
+    Ram,
+    SkippedError,
+    StateError,
+    StoreError,
+)
+from tierckpt.tiers.disk import DiskPlace
+
+BOTH = pytest.mark.parametrize("agent", ["auto", "off"])
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:
@@ -142,6 +155,64 @@ def test_a_start_without_restore_over_newer_steps_is_told(tmp_path: Path) -> Non
     with Checkpointer(tmp_path / "s", agent="off") as ckpt, warnings.catch_warnings():
         warnings.simplefilter("error")
         ckpt.save(6, _state(6)).wait()
+
+
+def _told_of_lower(ckpt: Checkpointer, steps: list[int]) -> list[str]:
+    """What is said of steps below the newest when these are saved."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in steps:
+            ckpt.save(step, _state(step)).wait()
+    return [str(one.message) for one in told if "highest step number" in str(one.message)]
+
+
+@BOTH
+def test_steps_below_what_was_restored_are_told_once(tmp_path: Path, agent: str) -> None:
+    """``for step in range(N)`` after a restart: all of it would be lost at the next start, and retired first."""
+    _save(tmp_path / "s", [9])
+    with Checkpointer(tmp_path / "s", tiers=Disk(keep=2, grace=0), agent=agent) as ckpt:
+        assert ckpt.restore(_state()) is not None
+        (told,) = _told_of_lower(ckpt, [0, 1, 2])
+        assert "step 0 is saved although there is step 9" in told and "info.step + 1" in told and "fresh=True" in told
+    assert tierckpt.latest(tmp_path / "s") == 9
+
+
+def test_a_counter_that_begins_anew_in_the_middle_of_a_run_is_told(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        assert not _told_of_lower(ckpt, [0, 10, 20])
+        (told,) = _told_of_lower(ckpt, [1, 11])
+        assert "step 1 is saved although there is step 20" in told
+
+
+def test_a_run_that_is_set_back_by_restore_is_not_told_of_lower_steps(tmp_path: Path) -> None:
+    _save(tmp_path / "s", [3, 6, 9])
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt:
+        assert ckpt.restore(_state(), step=3) is not None
+        assert not _told_of_lower(ckpt, [4, 5])
+        assert ckpt.restore(_state(), step=3) is not None
+        assert not _told_of_lower(ckpt, [3, 4])
+        assert len(_told_of_lower(ckpt, [2])) == 1
+    assert tierckpt.latest(tmp_path / "s") == 4
+    with Checkpointer(tmp_path / "s", agent="off", fresh=True) as ckpt:
+        assert ckpt.restore(_state()) is None
+        assert not _told_of_lower(ckpt, [0, 1])
+    assert tierckpt.latest(tmp_path / "s") == 1
+
+
+def test_a_step_that_failed_is_no_newest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt, monkeypatch.context() as patched:
+        assert not _told_of_lower(ckpt, [0])
+        patched.setattr(DiskPlace, "writer", _refuses)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(StoreError):
+                ckpt.save(9, _state(9)).wait()
+        patched.undo()
+        assert not _told_of_lower(ckpt, [1, 2])
+
+
+def _refuses(*_: Any) -> Any:
+    raise StoreError("it is full")
 
 
 def test_from_toml(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ class Checkpointer:
         # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
         self._steps: dict[int, Handle] = {}
         self._done: set[int] = set()
+        # No step of this generation's lineage is above it; whether somebody was told that steps are saved below the newest.
+        self._highest, self._told_of_lower = -1, False
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
@@ -326,7 +328,7 @@ class Checkpointer:
         """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
 
         Args:
-            step: names the checkpoint; each step once.
+            step: names the checkpoint; each step once. The newest checkpoint is that with the highest.
             state: nested containers of tensors and values, modules, optimizers, anything with ``state_dict()``.
             metadata: any encodable value, stored beside the checkpoint.
             pin: never retire it. It goes to the disk whatever the cadence says.
@@ -375,6 +377,8 @@ class Checkpointer:
             self._handles.append(handle)
             if self._coordinator.generation == 0:
                 self._begin(None, chosen=False, unread=None if live or always else step)
+            if not (live or always):
+                self._look_below(step)
             fenced = not (live or always or stepping.is_under_way())
             self._snapshot(call, handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
@@ -587,14 +591,17 @@ class Checkpointer:
             if chosen or self._fresh:
                 return ref
             if chain.newest is not None and unread is not None and unread < chain.newest.step:
+                self._told_of_lower = True
                 warn(
                     f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
-                    "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
+                    "restore(): the older ones stay the newest, which means the highest step number. Call restore() first, or "
+                    "pass fresh=True to begin anew",
                 )
             return chain.newest
 
         self._steps.clear()
         self._done.clear()
+        self._told_of_lower = False
         if looks and not chosen and not self._fresh and self._ram is not None:
             self._try_settling(
                 lambda: settle_newest(
@@ -614,8 +621,34 @@ class Checkpointer:
         what = f"the start of a generation at {self._place.url} (to read without writing: tierckpt.load)"
         told = self._group.vote(what, part)
         self._coordinator.follow(told[0], self._group)
+        self._highest = self._continued
         if self._ram is not None:
             self._join(self._ram)
+
+    @property
+    def _continued(self) -> int:
+        """The step that this generation continues, −1: none. Nothing above it is in its lineage."""
+        origin = self._coordinator.origin
+        return -1 if origin is None else origin[1]
+
+    def _look_below(self, step: int) -> None:
+        """Warn, once in a generation, of a step below the newest: the next start would not restore it, but that one."""
+        if step >= self._highest:
+            self._highest = step
+            return
+        if self._told_of_lower or self._group.rank:
+            return
+        # What failed is nowhere.
+        saved = (other for other, handle in self._steps.items() if handle.error is None)
+        self._highest = max((*saved, *self._done, self._continued))
+        if step < self._highest:
+            self._told_of_lower = True
+            warn(
+                f"{self._place.url}: step {step} is saved although there is step {self._highest}: the newest checkpoint is that "
+                f"with the highest step number, so the next start restores step {self._highest}, and keep= lets lower ones go "
+                "first. Go on counting from info.step + 1 over all epochs and starts; to go back, call restore(step=…) first, "
+                "or begin anew with fresh=True"
+            )
 
     def _join(self, policy: Ram) -> None:
         """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
