@@ -126,6 +126,14 @@ def test_one_tier_needs_no_list(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "s") == [2]
 
 
+def test_only_without_an_agent_there_is_no_tier_of_memory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Disk()]) as ckpt:
+        ckpt.save(0, _state()).wait("ram")
+    with Checkpointer(tmp_path / "t", tiers=[Ram(), Disk()], agent="off") as ckpt:
+        with pytest.raises(StateError, match="no tier 'ram'"):
+            ckpt.save(0, _state()).wait("ram")
+
+
 def test_after_restarts_without_progress_an_older_one_is_taken(tmp_path: Path) -> None:
     _save(tmp_path / "s", [1, 2])
     taken = []

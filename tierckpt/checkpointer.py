@@ -71,7 +71,8 @@ class Checkpointer:
 
     Args:
         root: a folder, on a shared file system or on each node's own disk.
-        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``, by default both; the disk alone with ``agent="off"``.
+        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``; a ``Ram()`` that is not named has its defaults. The disk
+            alone with ``agent="off"``.
         run: the run's name; by default that of the store, or a new one.
         group: the process group whose ranks save together; by default all.
         key: the private key that signs, or its path (default: ``TIERCKPT_KEY``, else one made in the user's folder).
