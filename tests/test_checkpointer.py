@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.harness import run_ranks
 from tierckpt import (
     Checkpointer,
     Disk,
@@ -130,8 +132,9 @@ def test_only_without_an_agent_there_is_no_tier_of_memory(tmp_path: Path) -> Non
     with Checkpointer(tmp_path / "s", tiers=[Disk()]) as ckpt:
         ckpt.save(0, _state()).wait("ram")
     with Checkpointer(tmp_path / "t", tiers=[Ram(), Disk()], agent="off") as ckpt:
+        handle = ckpt.save(0, _state())
         with pytest.raises(StateError, match="no tier 'ram'"):
-            ckpt.save(0, _state()).wait("ram")
+            handle.wait("ram")
 
 
 def test_after_restarts_without_progress_an_older_one_is_taken(tmp_path: Path) -> None:
@@ -314,6 +317,33 @@ def test_wrong_toml_is_explained_and_named(tmp_path: Path, text: str, message: s
     assert str(caught.value).startswith(f"{file}: ")
     with pytest.raises(StateError, match="cannot read it"):
         Checkpointer.from_toml(tmp_path / "absent.toml")
+
+
+def _each_its_own(rank: int, base: str) -> list[str]:
+    root, told = f"{base}/q{rank}", []
+    for use in (
+        lambda: Checkpointer(root),
+        lambda: tierckpt.save(_state(), root, step=1),
+        lambda: tierckpt.load(_state(), root),
+        lambda: tierckpt.read(root),
+    ):
+        with pytest.raises(StateError) as caught:
+            use()  # type: ignore[no-untyped-call]
+        told.append(str(caught.value))
+    # The same folder by another name.
+    os.makedirs(f"{base}/s", exist_ok=True)
+    if rank:
+        os.symlink(f"{base}/s", f"{base}/t")
+    tierckpt.save(_state(1), f"{base}/{'st'[rank]}", step=1)
+    return told
+
+
+def test_ranks_of_one_node_that_are_given_different_roots_are_told(tmp_path: Path) -> None:
+    """Every save succeeded, and neither folder could be restored alone."""
+    one, other = run_ranks(_each_its_own, 2, str(tmp_path))
+    assert one == other
+    assert all(f"rank 0: {tmp_path}/q0; rank 1: {tmp_path}/q1" in told for told in one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "t"]
 
 
 @pytest.mark.parametrize("state", [{}, _state()], ids=["values alone", "beside a tensor"])

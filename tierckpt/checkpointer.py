@@ -126,6 +126,7 @@ class Checkpointer:
         self._group = Group(group, timeout=self._timeout)
         self._group.agree(
             f"the Checkpointer at {self._place.url}",
+            root=self._place.identity,
             tiers=repr((self._ram, self._disk)),
             run=run,
             on_disagreement=on_disagreement,

@@ -109,7 +109,14 @@ def load(
     must_be_right(step, mapping, strict=strict, cast=cast, fallback=fallback, staged=staged)
     keys = patterns(keys)
     group.agree(
-        f"loading from {place.url}", step=step, strict=strict, cast=cast, fallback=fallback, staged=staged, run=run
+        f"loading from {place.url}",
+        root=place.identity,
+        step=step,
+        strict=strict,
+        cast=cast,
+        fallback=fallback,
+        staged=staged,
+        run=run,
     )
     choice = choose(
         group, place, step=step, believe=believe, run=run, max_restarts=max_restarts, may_be_empty=may_be_empty
@@ -232,7 +239,7 @@ def read(
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
     must_be_right(step, mapping, fallback=fallback)
     keys = patterns(keys)
-    group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
+    group.agree(f"reading from {place.url}", root=place.identity, step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
     with memories(group, place, choice.run, timeout=group.timeout, beyond=choice.newest) as held:
