@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import warnings
@@ -317,6 +318,32 @@ def test_wrong_toml_is_explained_and_named(tmp_path: Path, text: str, message: s
     assert str(caught.value).startswith(f"{file}: ")
     with pytest.raises(StateError, match="cannot read it"):
         Checkpointer.from_toml(tmp_path / "absent.toml")
+
+
+def _forbidden(path: str, *_: Any, **__: Any) -> Any:
+    code = errno.EACCES if os.path.lexists(path) else errno.ENOENT
+    raise OSError(code, os.strerror(code), path)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["nothing is there", "a shard is there"])
+def test_files_that_stay_are_told_of_where_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """A root that is no longer writable: its folders cannot be removed, which is nobody's concern."""
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt, warnings.catch_warnings(record=True) as told:
+        ckpt.save(0, _state()).wait()
+        warnings.simplefilter("always")
+        with monkeypatch.context() as patched:
+            patched.setattr(DiskPlace, "create" if after else "writer", _refuses)
+            patched.setattr(os, "rmdir", _forbidden)
+            if after:
+                patched.setattr(os, "unlink", _forbidden)
+            handle = ckpt.save(1, _state(1))
+            handle._ended.wait()
+            ckpt.save(2, _state(2))._ended.wait()
+    said = [str(one.message) for one in told]
+    assert any(text.startswith("the save of step 1 failed") for text in said)
+    assert any("its files stay" in text for text in said) == after
 
 
 def _each_its_own(rank: int, base: str) -> list[str]:
