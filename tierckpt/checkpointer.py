@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import reprlib
 import sys
 import threading
@@ -28,9 +29,11 @@ from tierckpt.arguments import flags, one_of, patterns, takes
 from tierckpt.clock import Clock
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
+    ArenaFullError,
     FencedError,
     LayoutError,
     LostContactError,
+    RanksBehindError,
     SkippedError,
     StateError,
     StepExistsError,
@@ -159,6 +162,8 @@ class Checkpointer:
         self._done: set[int] = set()
         # No step of this generation's lineage is above it; whether somebody was told that steps are saved below the newest.
         self._highest, self._told_of_lower = -1, False
+        #: Why memory had no room for the last step that was to be only there, of which somebody was told.
+        self._lacking = ""
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
@@ -764,7 +769,19 @@ class Checkpointer:
                     self._done.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
-                warn(_failure(handle))
+                self._report(handle)
+            elif handle.error is None and Ram.name in handle._at:
+                self._lacking = ""
+
+    def _report(self, handle: Handle) -> None:
+        """Warn of a failed save. Where memory has no room that may be every save which is not due on the disk: of those once,
+        until one had room or the reason is another."""
+        lacking = _lacking(handle)
+        if lacking and lacking == self._lacking:
+            return
+        self._lacking = lacking or self._lacking
+        more = "; further saves that fail for this reason tell it on their handles only" if lacking else ""
+        warn(f"{_failure(handle)}{more}")
 
     def _raises(self, handle: Handle, raising: bool) -> bool:
         return raising or (isinstance(handle.error, FencedError) and not self._closed)
@@ -857,6 +874,14 @@ class _Raised(Exception):
 def _failure(handle: Handle) -> str:
     text = str(handle.error)
     return text if text.startswith("the save of step") else f"the save of step {handle.step} failed: {text}"
+
+
+def _lacking(handle: Handle) -> str:
+    """Why memory had no room for a step that was due nowhere else, but for what differs from save to save; else empty."""
+    error = handle.error
+    if handle.due != (Ram.name,) or not isinstance(error, ArenaFullError) or isinstance(error, RanksBehindError):
+        return ""
+    return re.sub(r"\d[\d,.]*", "…", str(error))
 
 
 def _is_name(run: object) -> bool:
