@@ -51,6 +51,25 @@ def test_each_rank_reads_its_own_and_the_lowest_ranks_values(
     assert alone == expected[0]
 
 
+def _refused(state: Any, root: Path) -> str:
+    with pytest.raises(LayoutError, match="missing in the checkpoint") as caught:
+        tierckpt.load(state, root)
+    return str(caught.value)
+
+
+def test_what_the_checkpoint_lacks_comes_with_what_to_do(tmp_path: Path) -> None:
+    model, root = torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "s"
+    tierckpt.save({"run": {"model": model, "ema": model.state_dict()}, "n": 1}, root, step=1)
+    told = _refused({"run": {"model": model}, "other": T}, root)
+    assert "other: missing" in told and "pass strict=False" in told and "keys=" in told and "below" not in told
+    told = _refused({"n": 1, "weight": T}, root)
+    assert "strict=False" in told and "below" not in told
+    for state in (model, model.state_dict()):
+        told = _refused(state, root)
+        assert "all of these below 'run.ema' and below 'run.model': pass {'run': {'ema': …}}" in told
+    assert "strict=False" in _refused(torch.nn.Sequential(model, torch.nn.Linear(2, 2)), root)
+
+
 @pytest.mark.parametrize(
     ("states", "name"),
     [
