@@ -146,13 +146,15 @@ def test_a_root_that_is_no_store_says_what_it_is(tmp_path: Path) -> None:
     root = tmp_path / "s"
     tierckpt.save({"x": T}, root, 1)
     (tmp_path / "ck.pt").touch()
+    (tmp_path / "empty").mkdir()
     inside = f"no checkpoint store here: the store is {root}: name that"
     for named, message in (
         (tmp_path / "ck.pt", "no checkpoint store here: it is a file, not the folder of a store"),
         (root / "g0001", inside),
         (root / "g0001/s000000000001", inside),
         (root / "g0002", inside),
-        (tmp_path / "other", "no checkpoint store here: nothing was ever saved"),
+        (tmp_path / "empty", "no checkpoint store here: nothing was ever saved"),
+        (tmp_path / "mistyped", "no checkpoint store here: there is no such folder"),
     ):
         for reads in (lambda root: tierckpt.load({"x": T}, root), tierckpt.read):
             with pytest.raises(IncompleteError) as caught:
