@@ -293,6 +293,10 @@ def test_one_tier_of_each_kind(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('root = "x"\nroott = 1\n', "unknown keys roott; it takes root"),
+        (
+            'root = "x"\ngroup = 3\n',
+            "unknown keys group (a process group is no value of a file: from_toml(…, group=…)); it",
+        ),
         ('agent = "off"\n', "no key root"),
         ('root = "x"\n[[tiers]]\nevery = 2\n', 'no key tier; write tier = "disk"'),
         ('root = "x"\n[[tiers]]\ntier = "tape"\n', "tier = 'tape'; write tier = \"disk\""),

@@ -202,11 +202,15 @@ class Checkpointer:
             TierckptError: as the constructor; it names the file, too.
         """
         where = os.fspath(path)
-        arguments = config.from_toml(path) | more
-        known = inspect.signature(cls).parameters
-        unknown = sorted(set(arguments) - set(known))
+        written = config.from_toml(path)
+        arguments = written | more
+        every = inspect.signature(cls).parameters
+        known = [name for name in every if name != "group"]
+        unknown = sorted({*(written.keys() - set(known)), *(more.keys() - every.keys())})
         if unknown or "root" not in arguments:
             said = f"unknown keys {', '.join(unknown)}" if unknown else "no key root"
+            if "group" in unknown:
+                said += " (a process group is no value of a file: from_toml(…, group=…))"
             raise StateError(f"{where}: {said}; it takes {', '.join(known)}")
         try:
             return cls(**arguments)
