@@ -60,6 +60,13 @@ def test_cadence_in_steps(tmp_path: Path) -> None:
     assert tierckpt.steps(tmp_path / "s") == [3, 10, 25]
 
 
+def test_a_cadence_in_steps_takes_the_first_save_at_or_after_each_multiple(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", tiers=[Disk(every=10)], agent="off") as ckpt:
+        for step in range(0, 33, 3):
+            ckpt.save(step, _state(step))
+    assert tierckpt.steps(tmp_path / "s") == [0, 12, 21, 30]
+
+
 def test_a_duration_as_cadence(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", tiers=[Disk(every="1h")], agent="off") as ckpt:
         for step in range(3):
@@ -160,6 +167,22 @@ def test_fresh_begins_from_nothing(tmp_path: Path) -> None:
     assert tierckpt.load(_state(), tmp_path / "s", step=5).step == 5
 
 
+@pytest.mark.parametrize("step", [5, None])
+def test_after_a_fresh_start_that_committed_nothing_the_next_one_must_say_how_to_go_on(
+    tmp_path: Path, step: int | None
+) -> None:
+    _save(tmp_path / "s", [5])
+    with Checkpointer(tmp_path / "s", agent="off", fresh=True) as ckpt:
+        assert ckpt.restore(_state()) is None
+    with Checkpointer(tmp_path / "s", agent="off") as ckpt, pytest.raises(tierckpt.IncompleteError, match="pass step="):
+        ckpt.restore(_state())
+    with Checkpointer(tmp_path / "s", agent="off", fresh=step is None) as ckpt:
+        info = ckpt.restore(_state(), step=step)
+        assert (info.step if info else None) == step
+        ckpt.save(6, _state(6))
+    assert tierckpt.steps(tmp_path / "s") == ([6] if step is None else [5, 6])
+
+
 def test_a_start_without_restore_over_newer_steps_is_told(tmp_path: Path) -> None:
     _save(tmp_path / "s", [5])
     with Checkpointer(tmp_path / "s", agent="off") as ckpt, pytest.warns(RuntimeWarning, match="without restore"):
@@ -236,6 +259,17 @@ def test_from_toml(tmp_path: Path) -> None:
         for step in range(5):
             ckpt.save(step, _state(step))
     assert tierckpt.steps(tmp_path / "s") == [4]
+
+
+def test_a_relative_root_in_a_file_begins_at_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/run.toml").write_text('root = "s"\nagent = "off"\n')
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer.from_toml("conf/run.toml") as ckpt:
+        ckpt.save(0, _state())
+    assert tierckpt.steps(tmp_path / "s") == [0]
 
 
 def test_a_ram_tier_in_toml(tmp_path: Path) -> None:

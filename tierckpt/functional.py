@@ -160,7 +160,8 @@ def read(
 ) -> Any:
     """The state of a checkpoint without a template: whole tensors in private memory, nested as saved. Collective.
 
-    Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives.
+    Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives. Where only a template knows
+    the class, enums are their values, named tuples are tuples, defaultdicts are dicts.
 
     All ranks get the same, but for what stood in a :class:`PerRank`: of that each rank gets its own. Where the states of
     the ranks that saved had different things under one name, dicts, and lists, are united; of values without tensors the

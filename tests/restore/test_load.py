@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, namedtuple
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ def test_each_rank_reads_its_own_and_the_lowest_ranks_values(
     alone = tierckpt.read(tmp_path / "s")
     alone.pop("t", None)
     assert alone == expected[0]
+
+
+class _Mode(Enum):
+    FAST = 7
+
+
+_Pair = namedtuple("_Pair", ["left", "right"])
+
+
+def test_without_a_template_the_programs_own_classes_are_plain(tmp_path: Path) -> None:
+    state = {"e": _Mode.FAST, "p": _Pair(T, 1), "d": defaultdict(list, {"k": [1]})}
+    tierckpt.save(state, tmp_path / "s", step=1)
+    found = tierckpt.read(tmp_path / "s")
+    assert found["e"] == 7 and type(found["p"]) is tuple and type(found["d"]) is dict
+    tierckpt.load(state, tmp_path / "s")
+    assert state["e"] is _Mode.FAST and type(state["p"]) is _Pair and type(state["d"]) is defaultdict
 
 
 def _refused(state: Any, root: Path) -> str:
