@@ -73,7 +73,7 @@ class Checkpointer:
     """Saves and restores the state of one run. All ranks of ``group`` make the same calls in the same order.
 
     Args:
-        root: a folder, on a shared file system or on each node's own disk.
+        root: a folder, on a shared file system or on each node's own disk; the same one for all ranks of a node.
         tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``; a ``Ram()`` that is not named has its defaults. The disk
             alone with ``agent="off"``.
         run: the run's name; by default that of the store, or a new one.
