@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import Checkpointer, Disk, Ram
+from tierckpt import Checkpointer, Disk, Ram, errors
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
@@ -79,6 +79,15 @@ def test_every_setting_that_the_guide_names_exists() -> None:
         elif line.startswith("| `"):
             told = re.findall(r"`(\w+)`", line.split("|")[1])
             assert told and set(told) <= names, line
+
+
+def test_every_error_that_users_meet_can_be_caught_by_its_name_and_is_in_the_guide() -> None:
+    table = GUIDE.read_text().partition("## Errors")[2].partition("## ")[0]
+    exported = {name for name in tierckpt.__all__ if name.endswith("Error")}
+    assert set(re.findall(r"(\w+Error)\b", table)) == exported
+    # Users catch these as what they derive from.
+    within = {"AbsentError", "AgentLostError", "AgentSilentError"}
+    assert {name for name in vars(errors) if name.endswith("Error")} == exported | within
 
 
 @pytest.mark.parametrize("document", [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"])

@@ -94,9 +94,9 @@ def test_votes_that_cross_do_not_read_each_others_words() -> None:
 
 def _agreeing(rank: int) -> str:
     group = Group(timeout=20)
-    group.agree("the work", step=3, cast=False, run=None)
+    group.agree("the work", root="/s", step=3, cast=False, run=None)
     with pytest.raises(StateError) as caught:
-        group.agree("the work", step=3, cast=rank == 2)
+        group.agree("the work", root="/s", step=3, cast=rank == 2)
     return str(caught.value)
 
 
@@ -104,6 +104,24 @@ def test_arguments_that_differ_are_named_on_all_ranks() -> None:
     assert set(run_ranks(_agreeing, 3)) == {
         "the work: cast= must be the same on all ranks: rank 0 was given False, rank 2 True"
     }
+
+
+def _with_roots(rank: int, roots: list[str]) -> str:
+    group = Group(timeout=20)
+    try:
+        group.agree("the work", root=roots[rank])
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_one_node_share_a_root() -> None:
+    """Each would write its part to its own folder, and none would hold a checkpoint. Nodes may have it anywhere."""
+    nodes = [{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}, {"TIERCKPT_NODE": "b"}]
+    assert run_ranks(_with_roots, 3, ["/a", "/b", "/b"], env=nodes) == [""] * 3
+    assert run_ranks(_with_roots, 3, ["/a", "/a", "/a"], env=nodes) == [""] * 3
+    (told,) = set(run_ranks(_with_roots, 3, ["/a", "/a", "/b"], env=nodes))
+    assert "different roots (rank 1: /a; rank 2: /b)" in told and "the same folder" in told
 
 
 def _dying(rank: int) -> str:

@@ -181,6 +181,7 @@ def test_without_it_nothing_is_taken(tmp_path: Path) -> None:
         assert not ckpt.should_stop
     assert signals.numbers(False) == () and signals.numbers(True) == (signal.SIGTERM,)
     assert signals.numbers("SIGUSR1") == (signal.SIGUSR1,)
+    assert signals.numbers(15) == (signal.SIGTERM,) and signals.numbers(signal.SIGHUP) == (signal.SIGHUP,)
 
 
 def _stops(rank: int, root: str, agent: str, signalled: list[int], own_pace: bool) -> int:

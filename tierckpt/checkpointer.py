@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import reprlib
 import sys
 import threading
@@ -25,12 +26,15 @@ from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
 from tierckpt.agent.writing import OwnWriter
 from tierckpt.agreement import Agreement
+from tierckpt.arguments import flags, one_of, patterns, takes
 from tierckpt.clock import Clock
 from tierckpt.config import Cadence, Disk, Ram, Tier
 from tierckpt.errors import (
+    ArenaFullError,
     FencedError,
     LayoutError,
     LostContactError,
+    RanksBehindError,
     SkippedError,
     StateError,
     StepExistsError,
@@ -44,7 +48,7 @@ from tierckpt.format.chain import Chain, CheckpointRef
 from tierckpt.format.keys import SigningKey
 from tierckpt.format.store import RUN_ID, is_run_id
 from tierckpt.group import Group
-from tierckpt.restore.load import LoadInfo, load
+from tierckpt.restore.load import LoadInfo, load, must_be_right
 from tierckpt.restore.settle import settle, settle_newest
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.arena import Arena, OwnMemory
@@ -70,8 +74,9 @@ class Checkpointer:
     """Saves and restores the state of one run. All ranks of ``group`` make the same calls in the same order.
 
     Args:
-        root: a folder, on a shared file system or on each node's own disk.
-        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``, by default both; the disk alone with ``agent="off"``.
+        root: a folder, on a shared file system or on each node's own disk; the same one for all ranks of a node.
+        tiers: what lies below: ``[Ram(…), Disk(every=…, keep=…)]``; a ``Ram()`` that is not named has its defaults. The disk
+            alone with ``agent="off"``.
         run: the run's name; by default that of the store, or a new one.
         group: the process group whose ranks save together; by default all.
         key: the private key that signs, or its path (default: ``TIERCKPT_KEY``, else one made in the user's folder).
@@ -104,18 +109,18 @@ class Checkpointer:
         agent: str = "auto",
         on_error: str = "report",
         on_disagreement: str = "report",
-        save_on_signal: bool | Iterable[int | str] = False,
+        save_on_signal: bool | int | str | Iterable[int | str] = False,
         max_restarts: int = config.MAX_RESTARTS,
         fresh: bool = False,
         timeout: float | None = None,
     ) -> None:
-        _one_of("agent", agent, ("auto", "off"))
-        _one_of("on_error", on_error, ("report", "raise"))
-        _one_of("on_disagreement", on_disagreement, ("report", "refuse"))
-        _takes("run", run, run is None or run == "" or _is_name(run), f"a name: {RUN_ID}")
-        _takes("key", key, key is None or isinstance(key, (str, os.PathLike, SigningKey)), "the path of a private key")
-        _takes("max_restarts", max_restarts, type(max_restarts) is int and max_restarts > 0, "a number, 1 at least")
-        _takes("fresh", fresh, isinstance(fresh, bool), "True or False")
+        one_of("agent", agent, ("auto", "off"))
+        one_of("on_error", on_error, ("report", "raise"))
+        one_of("on_disagreement", on_disagreement, ("report", "refuse"))
+        takes("run", run, run is None or run == "" or _is_name(run), f"a name: {RUN_ID}")
+        takes("key", key, key is None or isinstance(key, (str, os.PathLike, SigningKey)), "the path of a private key")
+        takes("max_restarts", max_restarts, type(max_restarts) is int and max_restarts > 0, "a number, 1 at least")
+        flags(fresh=fresh)
         listened = signals.numbers(save_on_signal)
         self._on_disagreement, self._given_key = on_disagreement, key
         self._ram, self._disk = _tiers(tiers, agent)
@@ -125,6 +130,7 @@ class Checkpointer:
         self._group = Group(group, timeout=self._timeout)
         self._group.agree(
             f"the Checkpointer at {self._place.url}",
+            root=self._place.identity,
             tiers=repr((self._ram, self._disk)),
             run=run,
             on_disagreement=on_disagreement,
@@ -157,6 +163,10 @@ class Checkpointer:
         # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
         self._steps: dict[int, Handle] = {}
         self._done: set[int] = set()
+        # No step of this generation's lineage is above it; whether somebody was told that steps are saved below the newest.
+        self._highest, self._told_of_lower = -1, False
+        #: Why memory had no room for the last step that was to be only there, of which somebody was told.
+        self._lacking = ""
         # Training may save from a thread while another restores: one call at a time.
         self._calls = threading.RLock()
         self._pid = os.getpid()
@@ -195,11 +205,15 @@ class Checkpointer:
             TierckptError: as the constructor; it names the file, too.
         """
         where = os.fspath(path)
-        arguments = config.from_toml(path) | more
-        known = inspect.signature(cls).parameters
-        unknown = sorted(set(arguments) - set(known))
+        written = config.from_toml(path)
+        arguments = written | more
+        every = inspect.signature(cls).parameters
+        known = [name for name in every if name != "group"]
+        unknown = sorted({*(written.keys() - set(known)), *(more.keys() - every.keys())})
         if unknown or "root" not in arguments:
             said = f"unknown keys {', '.join(unknown)}" if unknown else "no key root"
+            if "group" in unknown:
+                said += " (a process group is no value of a file: from_toml(…, group=…))"
             raise StateError(f"{where}: {said}; it takes {', '.join(known)}")
         try:
             return cls(**arguments)
@@ -224,7 +238,7 @@ class Checkpointer:
         state: Any,
         *,
         step: int | None = None,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[str] | str | None = None,
         strict: bool = True,
         cast: bool = False,
         fallback: bool = True,
@@ -248,8 +262,13 @@ class Checkpointer:
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
 
-    def _restore(self, state: Any, *, step: int | None, **arguments: Any) -> LoadInfo | None:
+    def _restore(
+        self, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
+    ) -> LoadInfo | None:
         self._must_be_open()
+        # Here, so that a start with nothing to load refuses what the next one would.
+        must_be_right(step, mapping, **how)
+        keys = patterns(keys)
         # What is still being drained belongs to the generation that ends here.
         self._meet()
         self.wait()
@@ -261,7 +280,9 @@ class Checkpointer:
                 self._place,
                 state,
                 step=step,
-                **arguments,
+                keys=keys,
+                mapping=mapping,
+                **how,
                 believe=self._coordinator.believe,
                 run=self._coordinator.run,
                 max_restarts=self._max_restarts,
@@ -346,7 +367,7 @@ class Checkpointer:
         """Copy ``state`` and have the copy carried to the store while training goes on. Collective.
 
         Args:
-            step: names the checkpoint; each step once.
+            step: names the checkpoint; each step once. The newest checkpoint is that with the highest.
             state: nested containers of tensors and values, modules, optimizers, anything with ``state_dict()``.
             metadata: any encodable value, stored beside the checkpoint.
             pin: never retire it. It goes to the disk whatever the cadence says.
@@ -396,6 +417,8 @@ class Checkpointer:
             with nullcontext() if self._is_alone else self._together(lambda: self._is_alone):
                 if not self._has_begun:
                     self._begin(None, chosen=False, unread=None if live or always else step)
+                if not (live or always):
+                    self._look_below(step)
                 fenced = not (live or always or stepping.is_under_way())
                 self._snapshot(call, handle, step, state, metadata, pin=pin, live=live, fenced=fenced, last=last)
         except _MISTAKES:
@@ -608,15 +631,18 @@ class Checkpointer:
             if chosen or self._fresh:
                 return ref
             if chain.newest is not None and unread is not None and unread < chain.newest.step:
+                self._told_of_lower = True
                 warn(
                     f"{self._place.url} has checkpoints up to step {chain.newest.step}, and step {unread} is saved without "
-                    "restore(): the older ones stay the newest. Call restore() first, or pass fresh=True to begin anew",
+                    "restore(): the older ones stay the newest, which means the highest step number. Call restore() first, or "
+                    "pass fresh=True to begin anew",
                 )
             return chain.newest
 
         self._has_begun = False  # until all of this has been done
         self._steps.clear()
         self._done.clear()
+        self._told_of_lower = False
         if looks and not chosen and not self._fresh and self._ram is not None:
             self._try_settling(
                 lambda: settle_newest(
@@ -636,9 +662,35 @@ class Checkpointer:
         what = f"the start of a generation at {self._place.url} (to read without writing: tierckpt.load)"
         told = self._group.vote(what, part)
         self._coordinator.follow(told[0], self._group)
+        self._highest = self._continued
         if self._ram is not None:
             self._join(self._ram)
         self._has_begun = True
+
+    @property
+    def _continued(self) -> int:
+        """The step that this generation continues, −1: none. Nothing above it is in its lineage."""
+        origin = self._coordinator.origin
+        return -1 if origin is None else origin[1]
+
+    def _look_below(self, step: int) -> None:
+        """Warn, once in a generation, of a step below the newest: the next start would not restore it, but that one."""
+        if step >= self._highest:
+            self._highest = step
+            return
+        if self._told_of_lower or self._group.rank:
+            return
+        # What failed is nowhere.
+        saved = (other for other, handle in self._steps.items() if handle.error is None)
+        self._highest = max((*saved, *self._done, self._continued))
+        if step < self._highest:
+            self._told_of_lower = True
+            warn(
+                f"{self._place.url}: step {step} is saved although there is step {self._highest}: the newest checkpoint is that "
+                f"with the highest step number, so the next start restores step {self._highest}, and keep= lets lower ones go "
+                "first. Go on counting from info.step + 1 over all epochs and starts; to go back, call restore(step=…) first, "
+                "or begin anew with fresh=True"
+            )
 
     def _join(self, policy: Ram) -> None:
         """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
@@ -752,7 +804,19 @@ class Checkpointer:
                     self._done.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
-                warn(_failure(handle))
+                self._report(handle)
+            elif handle.error is None and Ram.name in handle._at:
+                self._lacking = ""
+
+    def _report(self, handle: Handle) -> None:
+        """Warn of a failed save. Where memory has no room that may be every save which is not due on the disk: of those once,
+        until one had room or the reason is another."""
+        lacking = _lacking(handle)
+        if lacking and lacking == self._lacking:
+            return
+        self._lacking = lacking or self._lacking
+        more = "; further saves that fail for this reason tell it on their handles only" if lacking else ""
+        warn(f"{_failure(handle)}{more}")
 
     def _raises(self, handle: Handle, raising: bool) -> bool:
         return raising or (isinstance(handle.error, FencedError) and not self._closed)
@@ -847,14 +911,12 @@ def _failure(handle: Handle) -> str:
     return text if text.startswith("the save of step") else f"the save of step {handle.step} failed: {text}"
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise StateError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
-
-
-def _takes(name: str, given: object, fits: bool, what: str) -> None:
-    if not fits:
-        raise StateError(f"{name}={reprlib.repr(given)}: it takes {what}")
+def _lacking(handle: Handle) -> str:
+    """Why memory had no room for a step that was due nowhere else, but for what differs from save to save; else empty."""
+    error = handle.error
+    if handle.due != (Ram.name,) or not isinstance(error, ArenaFullError) or isinstance(error, RanksBehindError):
+        return ""
+    return re.sub(r"\d[\d,.]*", "…", str(error))
 
 
 def _is_name(run: object) -> bool:

@@ -89,7 +89,7 @@ def load(
     state: Any,
     root: str | os.PathLike[str],
     step: int | None = None,
-    keys: Sequence[str] | None = None,
+    keys: Sequence[str] | str | None = None,
     strict: bool = True,
     cast: bool = False,
     fallback: bool = True,
@@ -108,7 +108,7 @@ def load(
         state: as for :func:`save`; its tensors are filled, its values replaced.
         root: the folder of the store.
         step: which checkpoint; by default the newest that is complete and verified.
-        keys: globs over dotted names (``"model.*"``): only leaves that match are loaded.
+        keys: a glob over dotted names (``"model.*"``), or several: only leaves that match one are loaded.
         strict: keys missing from the checkpoint or from ``state`` are errors.
         cast: convert tensors whose dtype differs; integers that do not fit are refused.
         fallback: take an older checkpoint if the newest is damaged; never with ``step=``.
@@ -148,7 +148,7 @@ def load(
 def read(
     root: str | os.PathLike[str],
     step: int | None = None,
-    keys: Sequence[str] | None = None,
+    keys: Sequence[str] | str | None = None,
     *,
     fallback: bool = True,
     mapping: Mapping | None = None,
@@ -160,7 +160,8 @@ def read(
 ) -> Any:
     """The state of a checkpoint without a template: whole tensors in private memory, nested as saved. Collective.
 
-    Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives.
+    Arguments and errors as for :func:`load`; with a ``mapping`` the names are those that it gives. Where only a template knows
+    the class, enums are their values, named tuples are tuples, defaultdicts are dicts.
 
     All ranks get the same, but for what stood in a :class:`PerRank`: of that each rank gets its own. Where the states of
     the ranks that saved had different things under one name, dicts, and lists, are united; of values without tensors the

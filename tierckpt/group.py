@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -202,22 +202,36 @@ class Group:
         half = len(ranks) // 2
         return self._absent(ranks[:half]) + self._absent(ranks[half:])
 
-    def agree(self, what: str, **arguments: Any) -> None:
+    def agree(self, what: str, *, root: str, **arguments: Any) -> None:
         """Make sure that all ranks were given the same: what one rank does, the others wait for. Collective.
 
         Args:
+            root: the folder of a store. Nodes may have it in different places, the ranks of one node may not.
             arguments: JSON values.
 
         Raises:
             StateError: names the arguments that differ, with what each rank was given.
         """
-        given = [json.loads(told) for told in self.vote(what, lambda: json.dumps(arguments, default=str).encode())]
+        told = self.vote(what, lambda: json.dumps([root, arguments], default=str).encode())
+        roots, given = zip(*map(json.loads, told), strict=True)
+        self._must_share([str(each) for each in roots])
         for name in arguments:
             said = [each[name] for each in given]
             if any(value != said[0] for value in said):
                 rank = next(rank for rank, value in enumerate(said) if value != said[0])
                 raise StateError(
                     f"{what}: {name}= must be the same on all ranks: rank 0 was given {said[0]!r}, rank {rank} {said[rank]!r}"
+                )
+
+    def _must_share(self, roots: Sequence[str]) -> None:
+        """Raise StateError where ranks of one node were given different folders."""
+        for leader in self.leaders:
+            here = {rank: root for rank, root in enumerate(roots) if self.node_of[rank] == leader}
+            if len(set(here.values())) > 1:
+                raise StateError(
+                    f"the ranks of one node were given different roots ({by_rank(here)}): each would hold only a part of each "
+                    "checkpoint. Give all ranks of a node the same folder; a relative path begins at each rank's own current "
+                    "directory"
                 )
 
     def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]:

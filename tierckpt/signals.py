@@ -38,7 +38,7 @@ _pipe: tuple[int, int] | None = None
 _pid = os.getpid()
 
 
-def numbers(given: bool | Iterable[int | str]) -> tuple[int, ...]:
+def numbers(given: bool | int | str | Iterable[int | str]) -> tuple[int, ...]:
     """The signals that ``save_on_signal=`` stands for: True is SIGTERM, else numbers or names.
 
     Raises:
@@ -46,6 +46,8 @@ def numbers(given: bool | Iterable[int | str]) -> tuple[int, ...]:
     """
     if isinstance(given, bool):
         return (signal.SIGTERM,) if given else ()
+    if given == 1 and given is not signal.SIGHUP:  # it may be meant as True
+        raise StateError("save_on_signal=1: it takes True for SIGTERM, or the name of a signal; signal 1 is 'SIGHUP'")
     many = [given] if isinstance(given, (int, str)) else list(given)
     found = [_number(one) for one in many]
     return tuple(sorted(set(found)))

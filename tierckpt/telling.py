@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -52,10 +52,10 @@ def named(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"
 
 
-def by_rank(said: Sequence[object]) -> str:
+def by_rank(said: Sequence[object] | Mapping[int, object]) -> str:
     """What the ranks said, in rank order; those together that said the same."""
     found: dict[object, list[int]] = {}
-    for rank, one in enumerate(said):
+    for rank, one in said.items() if isinstance(said, Mapping) else enumerate(said):
         found.setdefault(one, []).append(rank)
     return "; ".join(f"{named(who)}: {one}" for one, who in found.items())
 

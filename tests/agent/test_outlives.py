@@ -630,6 +630,35 @@ def test_what_does_not_fit_the_budget_is_told(tmp_path: Path) -> None:
         handle._told = True
 
 
+def test_a_budget_that_is_too_small_is_told_once_and_other_failures_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(ckpt: Checkpointer, *steps: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in steps:
+                ckpt.save(step, state(step))._ended.wait()
+            ckpt._surface()
+        return [str(one.message) for one in told if "the save of" in str(one.message)]
+
+    with Checkpointer(tmp_path / "s", tiers=[Ram(budget=1 << 16), Disk(every=10)]) as ckpt:
+        (told,) = said(ckpt, *range(13))
+        assert told.startswith("the save of step 1 failed") and "65,536" in told and "on their handles only" in told
+        assert ckpt._ram_tier is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(ckpt._ram_tier, "acquire", _full)
+            assert [len(said(ckpt, step)) for step in (13, 14)] == [1, 0]
+        assert [len(said(ckpt, step)) for step in (15, 16)] == [1, 0]
+        with monkeypatch.context() as patched:  # what was due on the disk is lost there, too
+            patched.setattr(ckpt._ram_tier, "acquire_here", _full)
+            assert [len(said(ckpt, step)) for step in (20, 30, 31, 40)] == [1, 1, 0, 1]
+        assert tierckpt.steps(tmp_path / "s") == [0, 10]
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise tierckpt.ArenaFullError("it is full for another reason")
+
+
 def _numbers(pid: int) -> tuple[int, int, int]:
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     anonymous = int(fields["RssAnon"].split()[0])

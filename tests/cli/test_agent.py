@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,32 @@ def service(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_runtime_folder_that_is_not_used_is_named(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a side-car and its trainers may never meet, and nobody is told."""
+    missing, instead = tmp_path / "missing", tmp_path / f"tierckpt-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(missing))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ran = cli("status")
+    assert (ran.status, len(ran.lines)) == (0, 2) and f"XDG_RUNTIME_DIR={missing} is no folder" in ran.lines[1]
+    ran = cli("status", "--json")
+    assert json.loads(ran.stdout) == {"agents": []} and not ran.stderr
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(2):
+            with Checkpointer(tmp_path / "s") as ckpt:
+                ckpt.restore(state(0))
+                ckpt.save(step, state(1)).wait("ram")
+    (said,) = [str(one.message) for one in told if "XDG_RUNTIME_DIR" in str(one.message)]
+    assert f"{missing} is no folder" in said and str(instead) in said
+    command = [sys.executable, "-m", "tierckpt", "agent", "--run", "by-hand"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline(), process.stderr.readline()]
+        process.kill()
+    assert f"{missing} is no folder" in lines[0] and str(instead) in lines[0] and "listens on" in lines[1]
 
 
 def test_nothing_runs(cli: Cli) -> None:

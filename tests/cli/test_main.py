@@ -26,11 +26,13 @@ def test_help_lists_every_command(cli: Cli) -> None:
         assert cli(name, "--help").status == 0
 
 
-@pytest.mark.parametrize("argv", [(), ("frobnicate",), ("--frobnicate",), ("verify",), ("ls", "a", "b")])
+@pytest.mark.parametrize(
+    "argv", [(), ("frobnicate",), ("--frobnicate",), ("verify",), ("ls", "a", "b"), ("export", "a", "--out", "b")]
+)
 def test_wrong_use_is_one_line_and_status_2(cli: Cli, argv: tuple[str, ...]) -> None:
     ran = cli(*argv)
     assert (ran.status, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("tierckpt")
+    assert ran.stderr.startswith("tierckpt") and "\\" not in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -40,6 +41,29 @@ def test_each_problem_is_a_line_and_the_last_line_counts_them(cli: Cli, branched
     assert ran.status == 1
     assert [line.partition(":")[0] for line in ran.lines[-3:-1]] == ["incomplete", "foreign"]
     assert ran.lines[-1] == "2 problems"
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+@pytest.mark.parametrize("name", ["shard-00000.safetensors", "shard-00000.receipt.json"])
+def test_a_file_that_may_not_be_read_is_status_2_unless_something_is_wrong(
+    cli: Cli, branched: Branched, shard: Path, monkeypatch: pytest.MonkeyPatch, name: str, json_option: tuple[str, ...]
+) -> None:
+    """It may be sound: nobody has looked."""
+    opens = os.open
+
+    def refuses(path: str, *more: int, **others: int) -> int:
+        if os.fspath(path) == str(shard.with_name(name)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opens(path, *more, **others)
+
+    monkeypatch.setattr(os, "open", refuses)
+    ran = cli("verify", branched.root, *json_option)
+    assert (ran.status, ran.stdout) == (2, "")
+    assert "not verified" in ran.stderr and name in ran.stderr and "Permission denied" in ran.stderr
+    (branched.root / "notes.txt").write_text("mine")
+    ran = cli("verify", branched.root)
+    assert ran.status == 1
+    assert {line.partition(":")[0] for line in ran.lines[-3:-1]} == {"unread", "foreign"}
 
 
 def test_other_checkpoints_are_checked_when_asked_for(cli: Cli, branched: Branched) -> None:

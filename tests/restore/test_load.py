@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, namedtuple
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,41 @@ def test_each_rank_reads_its_own_and_the_lowest_ranks_values(
     alone = tierckpt.read(tmp_path / "s")
     alone.pop("t", None)
     assert alone == expected[0]
+
+
+class _Mode(Enum):
+    FAST = 7
+
+
+_Pair = namedtuple("_Pair", ["left", "right"])
+
+
+def test_without_a_template_the_programs_own_classes_are_plain(tmp_path: Path) -> None:
+    state = {"e": _Mode.FAST, "p": _Pair(T, 1), "d": defaultdict(list, {"k": [1]})}
+    tierckpt.save(state, tmp_path / "s", step=1)
+    found = tierckpt.read(tmp_path / "s")
+    assert found["e"] == 7 and type(found["p"]) is tuple and type(found["d"]) is dict
+    tierckpt.load(state, tmp_path / "s")
+    assert state["e"] is _Mode.FAST and type(state["p"]) is _Pair and type(state["d"]) is defaultdict
+
+
+def _refused(state: Any, root: Path) -> str:
+    with pytest.raises(LayoutError, match="missing in the checkpoint") as caught:
+        tierckpt.load(state, root)
+    return str(caught.value)
+
+
+def test_what_the_checkpoint_lacks_comes_with_what_to_do(tmp_path: Path) -> None:
+    model, root = torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "s"
+    tierckpt.save({"run": {"model": model, "ema": model.state_dict()}, "n": 1}, root, step=1)
+    told = _refused({"run": {"model": model}, "other": T}, root)
+    assert "other: missing" in told and "pass strict=False" in told and "keys=" in told and "below" not in told
+    told = _refused({"n": 1, "weight": T}, root)
+    assert "strict=False" in told and "below" not in told
+    for state in (model, model.state_dict()):
+        told = _refused(state, root)
+        assert "all of these below 'run.ema' and below 'run.model': pass {'run': {'ema': …}}" in told
+    assert "strict=False" in _refused(torch.nn.Sequential(model, torch.nn.Linear(2, 2)), root)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +164,15 @@ def test_a_root_that_is_no_store_says_what_it_is(tmp_path: Path) -> None:
     root = tmp_path / "s"
     tierckpt.save({"x": T}, root, 1)
     (tmp_path / "ck.pt").touch()
+    (tmp_path / "empty").mkdir()
     inside = f"no checkpoint store here: the store is {root}: name that"
     for named, message in (
         (tmp_path / "ck.pt", "no checkpoint store here: it is a file, not the folder of a store"),
         (root / "g0001", inside),
         (root / "g0001/s000000000001", inside),
         (root / "g0002", inside),
-        (tmp_path / "other", "no checkpoint store here: nothing was ever saved"),
+        (tmp_path / "empty", "no checkpoint store here: nothing was ever saved"),
+        (tmp_path / "mistyped", "no checkpoint store here: there is no such folder"),
     ):
         for reads in (lambda root: tierckpt.load({"x": T}, root), tierckpt.read):
             with pytest.raises(IncompleteError) as caught:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
+import tierckpt
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Pieces, StateError
 from tierckpt.state.adapters import pieces_of
@@ -44,8 +45,21 @@ def test_small_tensors_and_values_are_compared_at_every_save(tmp_path: Path) -> 
     assert all(result == results[0] for result in results)
     equal, tensor, value = results[0]
     assert equal == []
-    assert tensor == ["own: ranks 0-1, 3 | 2 hold different replicas"]
-    assert value == ["n: ranks 0-1 | 2-3 hold different replicas"]
+    assert tensor == ["own: ranks 0-1, 3 | 2 hold different replicas; saves take that of rank 1"]
+    assert value == ["n: ranks 0-1 | 2-3 hold different replicas; saves take that of rank 0"]
+
+
+def _all_differ(rank: int, root: str) -> list[str]:
+    with Checkpointer(root, agent="off") as ckpt:
+        return _said(ckpt, 0, {**{f"w{i}": torch.full((8 + i,), float(rank)) for i in range(4)}, "n": rank})
+
+
+def test_what_is_said_to_be_saved_is(tmp_path: Path) -> None:
+    lines = run_ranks(_all_differ, 3, str(tmp_path / "store"))[0]
+    found = tierckpt.read(tmp_path / "store")
+    told = {line.partition(":")[0]: int(line.rpartition("rank ")[2]) for line in lines}
+    assert told == {name: int(value if name == "n" else value[0]) for name, value in found.items()}
+    assert len(set(told.values())) > 1
 
 
 def _sharded(rank: int, root: str) -> list[str]:
@@ -59,7 +73,9 @@ def _sharded(rank: int, root: str) -> list[str]:
 
 
 def test_only_ranks_with_the_same_box_are_compared(tmp_path: Path) -> None:
-    assert run_ranks(_sharded, 4, str(tmp_path / "store"))[0] == ["w: ranks 1 | 3 hold different replicas"]
+    assert run_ranks(_sharded, 4, str(tmp_path / "store"))[0] == [
+        "w: ranks 1 | 3 hold different replicas; saves take that of rank 1"
+    ]
 
 
 def _of_pieces(rank: int, root: str) -> list[list[str]]:
@@ -87,8 +103,8 @@ def test_pieces_that_several_ranks_hold_are_compared_at_every_save(tmp_path: Pat
     assert all(result == results[0] for result in results)
     assert results[0] == [
         [],
-        ["norm: ranks 0, 2-3 | 1 hold different replicas"],
-        ["w: ranks 1 | 3 hold different replicas"],
+        ["norm: ranks 0, 2-3 | 1 hold different replicas; saves take that of rank 0"],
+        ["w: ranks 1 | 3 hold different replicas; saves take a part of each of ranks 1, 3"],
     ]
 
 
@@ -103,7 +119,9 @@ def _shared_in_part(rank: int, root: str) -> list[str]:
 
 
 def test_ranks_compare_what_they_share_and_not_what_they_do_not(tmp_path: Path) -> None:
-    assert run_ranks(_shared_in_part, 3, str(tmp_path / "store"))[0] == ["x: ranks 1 | 2 hold different replicas"]
+    assert run_ranks(_shared_in_part, 3, str(tmp_path / "store"))[0] == [
+        "x: ranks 1 | 2 hold different replicas; saves take a part of each of ranks 1-2"
+    ]
 
 
 def _large_pieces(rank: int, root: str) -> int:
@@ -155,8 +173,6 @@ def test_large_tensors_take_turns(tmp_path: Path) -> None:
 
 
 def _refused(rank: int, root: str) -> tuple[str, list[int]]:
-    import tierckpt
-
     state = {"w": torch.full((2,), float(rank))}
     with Checkpointer(root, agent="off", on_disagreement="refuse") as ckpt:
         handle = ckpt.save(0, state)

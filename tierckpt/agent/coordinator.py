@@ -351,7 +351,15 @@ class Coordinator:
         try:
             self.place.remove(names)
         except TierckptError as error:
-            warn(f"step {step} failed, and its files stay until the next clean-up: {error}")
+            if self._has_any(names):  # else nothing was written: only a folder could not be removed
+                warn(f"step {step} failed, and its files stay until the next clean-up: {error}")
+
+    def _has_any(self, names: Iterable[str]) -> bool:
+        """Whether some of these files are there, or that cannot be seen."""
+        try:
+            return any(self.place.size(name) is not None for name in names)
+        except TierckptError:
+            return True
 
     def _give_back(self, ref: CheckpointRef) -> None:
         """Remove the files of a step that could not be published, if it really was not."""

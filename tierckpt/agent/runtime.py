@@ -16,6 +16,18 @@ from pathlib import Path
 
 from tierckpt.config import AGENT_LOG_BYTES
 from tierckpt.errors import StoreError
+from tierckpt.telling import warn
+
+#: Runtime folders that could not be used, of which somebody was told.
+_told: set[str] = set()
+
+
+def unusable() -> str:
+    """Why ``XDG_RUNTIME_DIR`` is not used although it is set; else empty."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base or os.access(base, os.W_OK | os.X_OK):
+        return ""
+    return f"XDG_RUNTIME_DIR={base} {'cannot be written to' if os.path.isdir(base) else 'is no folder'}"
 
 
 def runtime_folder(*, make: bool) -> Path | None:
@@ -24,12 +36,13 @@ def runtime_folder(*, make: bool) -> Path | None:
     Raises:
         StoreError: somebody else's, or open to others; or it cannot be made.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK | os.X_OK):
+    base, why = os.environ.get("XDG_RUNTIME_DIR"), unusable()
+    if base and not why:
         folder = Path(base) / "tierckpt"
     else:
         folder = Path(tempfile.gettempdir()) / f"tierckpt-{os.getuid()}"
     if make:
+        _tell(why, folder)
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
@@ -46,6 +59,16 @@ def runtime_folder(*, make: bool) -> Path | None:
             "it, or set XDG_RUNTIME_DIR"
         )
     return folder
+
+
+def _tell(why: str, folder: Path) -> None:
+    """Warn once of a runtime folder that is not used. A login by su or sudo may leave another user's: that is no error."""
+    if why and why not in _told:
+        _told.add(why)
+        warn(
+            f"{why}: the socket of the agent lies in {folder} instead. A process that uses another folder, such as `tierckpt "
+            "agent` in another container, does not find it. Make that folder for this user, or unset XDG_RUNTIME_DIR for all"
+        )
 
 
 @dataclass(frozen=True)

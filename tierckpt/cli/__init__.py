@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -90,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = tierckpt.main(argv, prog_name="tierckpt", standalone_mode=False)
         except click.UsageError as error:
             path = error.ctx.command_path if error.ctx else "tierckpt"
-            return _cannot_run(f"{path}: {error.format_message()} (see {path} --help)")
+            return _cannot_run(f"{path}: {_in_one_line(error)} (see {path} --help)")
         except (click.Abort, KeyboardInterrupt):
             _complain("tierckpt: interrupted")
             return INTERRUPTED
         except click.ClickException as error:
-            return _cannot_run(f"tierckpt: {error.format_message()}")
+            return _cannot_run(f"tierckpt: {_in_one_line(error)}")
         except SystemExit as error:
             return _cannot_run(f"tierckpt: {error}") if isinstance(error.code, str) else int(error.code or 0)
         except (TierckptError, ImportError) as error:
@@ -104,6 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             kind = "" if isinstance(error, OSError) else f"unexpected error: {type(error).__name__}: "
             return _cannot_run(f"tierckpt: {kind}{error}")
     return status if isinstance(status, int) else 0
+
+
+def _in_one_line(error: click.ClickException) -> str:
+    """What click says in several lines: a list of choices, say."""
+    return re.sub(r"\s*\n\s*", " ", error.format_message())
 
 
 def _cannot_run(line: str) -> int:

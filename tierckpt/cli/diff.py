@@ -146,6 +146,9 @@ def _say(a: Content, b: Content, found: Differences) -> None:
         _say_pairs("", {"metadata": found.metadata})
     say_problems(found.problems)
     read = f"{size(told['bytes_read'])} read"
+    stored = sum(part.size for content in (a, b) for part in content.manifest.shards)
+    if a.manifest.layout == b.manifest.layout and told["bytes_read"] < stored:
+        read += ", the rest compared by digests" if told["bytes_read"] else ", compared by digests"
     if found.none:
         say(f"equal: {count(found.equal, 'tensor')}, all values and metadata; {read}")
     else:

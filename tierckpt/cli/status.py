@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tierckpt.agent.listing import agents
-from tierckpt.agent.runtime import runtime_folder
+from tierckpt.agent.runtime import runtime_folder, unusable
 from tierckpt.cli.output import count, say, say_json, size, table
 from tierckpt.cli.target import json_option
 
@@ -37,8 +37,10 @@ def command(as_json: bool, watch: float | None) -> int:
 
 def _show(found: list[dict[str, Any]]) -> None:
     if not found:
-        folder = runtime_folder(make=False)
+        folder, why = runtime_folder(make=False), unusable()
         say(f"no agent of this user runs here{'' if folder is None else f': there is no socket in {folder}'}")
+        if why:
+            say(f"{why}; agents that can use it are not seen here")
     for number, one in enumerate(found):
         if number:
             say()

@@ -20,7 +20,7 @@ from tierckpt.tiers.verify import Report
 DATA_ERRORS = (IntegrityError, UntrustedError, IncompleteError)
 
 Problem = dict[str, str]
-"""``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign", "message": …}``, as in `Report.problems`."""
+"""``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign" | "unread", "message": …}``, as in `Report.problems`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ import click
 from tierckpt import inspection
 from tierckpt.cli.output import count, progress, say, say_json, size
 from tierckpt.cli.target import json_option, place_at, root_argument, say_problems, usage, verdict
-from tierckpt.errors import AbsentError
+from tierckpt.errors import AbsentError, StoreError
 from tierckpt.tiers.trust import trusted_keys
 
 
@@ -67,6 +67,10 @@ def command(
         )
     if step is not None and report.head is not None and not report.checked and len(report.problems) == 1:
         raise AbsentError(report.problems[0]["message"])  # a wrong command: nothing is wrong with what is there
+    unread = [problem["message"] for problem in report.problems if problem["kind"] == "unread"]
+    if unread and len(unread) == len(report.problems):  # nothing is wrong with what could be read
+        more = f", and {len(unread) - 1} more files" if len(unread) > 1 else ""
+        raise StoreError(f"not verified: {unread[0]}{more}")
     if as_json:
         say_json(report.to_json())
         return 0 if report.ok else 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tierckpt.errors import IntegrityError, LayoutError, StateError
-from tierckpt.format import canonical
+from tierckpt.format import canonical, names
 from tierckpt.format.boxes import Box, intersection, whole
 from tierckpt.format.canonical import JSON
 from tierckpt.format.chain import CheckpointRef
@@ -232,10 +232,19 @@ class Attempt:
 
     def _hint(self, problems: Sequence[str]) -> str:
         """What to do about a misfit that everybody meets once."""
+        target = self._target
+        lies_below = target.lies_below
+        if lies_below:
+            places = " and below ".join(repr(readable(name)) for name in lies_below)
+            return f"\nThe checkpoint has all of these below {places}: pass {_nested(lies_below[0])}"
+        if target.lacking:
+            return (
+                "\nTo leave what the checkpoint lacks as it is, pass strict=False, or say what to load (keys=[…]); what it has "
+                "under another name takes a mapping="
+            )
         unexpected = [problem for problem in problems if problem.endswith(_NOT_IN_STATE)]
         if not unexpected:
             return ""
-        target = self._target
         optimizers = {problem.partition(".state.")[0] for problem in unexpected if ".state." in problem}
         if any(dotted(name).startswith(f"{one}.") for one in optimizers for name in (*target.tensors, *target.values)):
             return (
@@ -389,6 +398,11 @@ def _counts_many() -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+def _nested(name: str) -> str:
+    """A state of which one leaf is called ``name``, as it is written down."""
+    return "".join(f"{{{component!r}: " for component in names.split(name)) + "…" + "}" * len(names.split(name))
 
 
 def _where(place: Destination) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
+from tierckpt.arguments import flags, patterns, takes
 from tierckpt.collector import paused_collector
-from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StateError, StoreError
+from tierckpt.errors import IncompleteError, IntegrityError, LayoutError, StoreError
 from tierckpt.format import names, values
 from tierckpt.format.boxes import whole
 from tierckpt.format.chain import CheckpointRef
@@ -85,7 +85,7 @@ def load(
     state: Any,
     *,
     step: int | None,
-    keys: Sequence[str] | None,
+    keys: Sequence[str] | str | None,
     strict: bool,
     cast: bool,
     fallback: bool,
@@ -106,10 +106,17 @@ def load(
     """
     began = time.perf_counter()
     fence.wait()  # what is filled here may still be being copied
-    _must_be_right(step, mapping)
-    keys = [keys] if isinstance(keys, str) else keys
+    must_be_right(step, mapping, strict=strict, cast=cast, fallback=fallback, staged=staged)
+    keys = patterns(keys)
     group.agree(
-        f"loading from {place.url}", step=step, strict=strict, cast=cast, fallback=fallback, staged=staged, run=run
+        f"loading from {place.url}",
+        root=place.identity,
+        step=step,
+        strict=strict,
+        cast=cast,
+        fallback=fallback,
+        staged=staged,
+        run=run,
     )
     choice = choose(
         group, place, step=step, believe=believe, run=run, max_restarts=max_restarts, may_be_empty=may_be_empty
@@ -223,16 +230,16 @@ def read(
     place: Place,
     *,
     step: int | None,
-    keys: Sequence[str] | None,
+    keys: Sequence[str] | str | None,
     fallback: bool,
     believe: Callable[[Store], None],
     mapping: NameMapping | None = None,
     run: str | None = None,
 ) -> Any:
     """The state of a checkpoint without a template, whole tensors nested as saved. See :func:`tierckpt.read`."""
-    _must_be_right(step, mapping)
-    keys = [keys] if isinstance(keys, str) else keys
-    group.agree(f"reading from {place.url}", step=step, fallback=fallback, run=run)
+    must_be_right(step, mapping, fallback=fallback)
+    keys = patterns(keys)
+    group.agree(f"reading from {place.url}", root=place.identity, step=step, fallback=fallback, run=run)
     choice = choose(group, place, step=step, believe=believe, run=run)
     assert choice is not None
     with memories(group, place, choice.run, timeout=group.timeout, beyond=choice.newest) as held:
@@ -253,12 +260,16 @@ def read(
         raise passed.error(place)
 
 
-def _must_be_right(step: object, mapping: object) -> None:
-    """Arguments of other types than are taken would show as errors of something else."""
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        raise StateError(f"step={reprlib.repr(step)}: a step is an integer; without it the newest is taken")
-    if mapping is not None and not isinstance(mapping, NameMapping):
-        raise StateError(f"mapping={reprlib.repr(mapping)}: it takes a tierckpt.Mapping of rules")
+def must_be_right(step: object, mapping: object, **given: object) -> None:
+    """Arguments of other types than are taken would show as errors of something else, or not at all.
+
+    Args:
+        given: what is True or False.
+    """
+    is_step = step is None or (isinstance(step, int) and not isinstance(step, bool))
+    takes("step", step, is_step, "an integer; without it the newest is taken")
+    takes("mapping", mapping, mapping is None or isinstance(mapping, NameMapping), "a tierckpt.Mapping of rules")
+    flags(**given)
 
 
 def _is_last(one: Candidate, tries: Sequence[Candidate], *, older: bool) -> bool:

@@ -65,6 +65,9 @@ class Matcher:
         self.needed: dict[str, Any] = {}  # name of a value -> live value that serves as template for its types
         self.marks: dict[str, PerRank] = {}
         self.problems: list[str] = []
+        self.lacking: list[
+            str
+        ] = []  # leaves that are among the problems because the checkpoint has nothing of their names
         self.untouched: list[str] = []
         self.seen: set[str] = set()  # saved leaves that the state has
         self.checks: list[Callable[[Decoded], list[str]]] = []  # what only the values can tell
@@ -85,6 +88,7 @@ class Matcher:
             if not self.wanted(leaf.name):
                 continue
             if self.strict:
+                self.lacking.append(leaf.name)
                 self.problem(leaf.name, "missing in the checkpoint")
             else:
                 self.untouched.append(leaf.name)

@@ -257,12 +257,17 @@ class Replicas:
         for number in suspects:
             ranks = self._shared.sets[number]
             for name in listings[ranks[0]][str(number)]:
-                lines += _line(name, ranks, [listings[rank][str(number)].get(name) for rank in ranks])
+                told = [listings[rank][str(number)].get(name) for rank in ranks]
+                lines += _line(name, ranks, told, self._writers(name, ranks))
         for tree in self._trees if with_values else ():
             ranks = _members(tree.ranks)
             for name in listings[ranks[0]]["values"]:
-                lines += _line(name, ranks, [listings[rank]["values"].get(name) for rank in ranks])
+                lines += _line(name, ranks, [listings[rank]["values"].get(name) for rank in ranks], ranks[:1])
         return lines
+
+    def _writers(self, name: str, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that write what they share of a tensor, or a part of it each."""
+        return sorted({stored.rank for stored in self._layout.stored_pieces(self._layout.numbers[name])} & {*ranks})
 
 
 @dataclass
@@ -328,15 +333,16 @@ def _members(spans: Sequence[tuple[int, int]]) -> list[int]:
     return [rank for first, last in spans for rank in range(first, last + 1)]
 
 
-def _line(name: str, ranks: Sequence[int], digests: Sequence[str | None]) -> list[str]:
-    """One line if the digests differ: who holds the same as whom."""
+def _line(name: str, ranks: Sequence[int], digests: Sequence[str | None], writers: Sequence[int]) -> list[str]:
+    """One line if the digests differ: who holds the same as whom, and whose is saved."""
     groups: dict[str | None, list[int]] = {}
     for rank, digest in zip(ranks, digests, strict=True):
         groups.setdefault(digest, []).append(rank)
     if len(groups) == 1:
         return []
     told = " | ".join(map(in_words, groups.values()))
-    return [f"{readable(name)}: ranks {told} hold different replicas"]
+    saved = f"that of rank {writers[0]}" if len(writers) == 1 else f"a part of each of ranks {in_words(writers)}"
+    return [f"{readable(name)}: ranks {told} hold different replicas; saves take {saved}"]
 
 
 def _held(described: Mapping[str, Described], wanted: Iterable[tuple[str, Box | None]]) -> Iterator[tuple[str, int]]:

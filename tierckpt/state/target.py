@@ -53,6 +53,8 @@ class Target:
     ``unexpected``
         names of saved leaves that this state does not have. Not among the problems: another rank may have
         them, so what counts is the intersection over all ranks (see `unexpected_problems`).
+    ``lacking``
+        names of leaves of the state of which the checkpoint has nothing; among the problems.
     ``untouched``
         names of leaves of the state that stay as they are although ``keys`` includes them.
 
@@ -116,6 +118,21 @@ class Target:
     @property
     def untouched(self) -> list[str]:
         return self._matcher.untouched
+
+    @property
+    def lacking(self) -> list[str]:
+        return self._matcher.lacking
+
+    @property
+    def lies_below(self) -> list[str]:
+        """The names below which the checkpoint has all of this state, if it has nothing of it where it stands now."""
+        lacking = self.lacking
+        if not lacking or self.tensors or self.values or len(self.problems) > len(lacking):
+            return []
+        leaves = {name for name, node in self.view.nodes.items() if not node.children and _is_leaf(node.kind)}
+        end = "/" + lacking[0]
+        above = [name.removesuffix(end) for name in leaves if name.endswith(end)]
+        return sorted(prefix for prefix in above if all(f"{prefix}/{name}" in leaves for name in lacking))
 
     def check(self, values: Mapping[str, JSON], per_rank: Mapping[str, JSON]) -> list[str]:
         """Decode the values and compare what only they can tell; touches nothing. Returns all ``problems``.

@@ -86,6 +86,11 @@ class Place(ABC):
     #: How a user names it.
     url: str
 
+    @property
+    def identity(self) -> str:
+        """What tells it from the other places that processes of this node name."""
+        return self.url
+
     @abstractmethod
     def prepare(self) -> None:
         """Make the place itself exist (a folder, say), durably."""

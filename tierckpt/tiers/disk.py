@@ -63,6 +63,10 @@ class DiskPlace(Place):
     def _path(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
+    @property
+    def identity(self) -> str:
+        return os.path.realpath(self.url)
+
     def prepare(self) -> None:
         with self._told("", "make the folder"):
             self._make_folder(self.url)

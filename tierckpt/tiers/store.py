@@ -289,7 +289,8 @@ class Store:
 
 def no_store(place: Place) -> IncompleteError:
     """Nothing was ever begun at ``place``, or what is there is none of our stores."""
-    return IncompleteError(f"{place.url}: no checkpoint store here: {place.instead() or 'nothing was ever saved'}")
+    found = place.instead() or ("nothing was ever saved" if place.exists() else "there is no such folder")
+    return IncompleteError(f"{place.url}: no checkpoint store here: {found}")
 
 
 def put(place: Place, name: str, data: bytes) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierckpt.errors import IncompleteError, IntegrityError, TierckptError, UntrustedError
+from tierckpt.errors import IncompleteError, IntegrityError, StoreError, TierckptError, UntrustedError
 from tierckpt.format import paths, shard
 from tierckpt.format.chain import CheckpointRef
 from tierckpt.format.digest import chunk_count
@@ -31,7 +31,8 @@ class Report:
         head: digest of the chain's newest link, and its number.
         checked: (generation, step) of the checkpoints looked at.
         bytes: of shards that were read and hashed.
-        problems: everything that is wrong: ``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign", "message": …}``.
+        problems: everything that is wrong: ``{"kind": "damaged" | "incomplete" | "untrusted" | "foreign" | "unread",
+            "message": …}``. What is unread may be sound: whoever looked was not permitted to.
         notes: what is worth knowing and no fault.
     """
 
@@ -53,6 +54,8 @@ class Report:
         kind = "untrusted" if isinstance(error, UntrustedError) else "damaged"
         if isinstance(error, IncompleteError):
             kind = "incomplete"
+        elif isinstance(error, StoreError) and isinstance(error.__cause__, PermissionError):
+            kind = "unread"
         self.problems.append({"kind": kind, "message": str(error)})
 
     def to_json(self) -> dict[str, Any]:
