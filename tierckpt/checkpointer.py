@@ -257,7 +257,7 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
-        with self._calls, self._agreement.call(None), self._together(lambda: False):
+        with self._calls, self._together(lambda: False), self._agreement.call(None):
             return self._restore(
                 state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
             )
