@@ -64,10 +64,14 @@ def test_all_ranks_take_the_same_steps_whatever_their_pace(events: list[Any], re
         calls: list[int | None] = []
         for number in range(70):
             calls.append(None if number in restores else (calls[-1] + 1 if calls and calls[-1] is not None else 0))
+        generations = [0] * 3
         done, due = [0] * 3, [[], [], []]  # type: list[int], list[list[int]]
 
         def goes_on(rank: int) -> None:
             ranks[rank].begin(calls[done[rank]])
+            if calls[done[rank]] is None:
+                generations[rank] += 1
+                ranks[rank].continues(generations[rank])
             if "disk" in ranks[rank].due:
                 due[rank].append(done[rank])
             done[rank] += 1
@@ -134,6 +138,37 @@ def test_a_call_that_a_rank_has_left_out_disturbs_no_later_one(clock: Time) -> N
         if step not in (3, 15, 16):
             second.begin(step)
             assert first.due == second.due
+
+
+def test_a_slower_rank_keeps_what_was_agreed_on_when_others_have_closed(clock: Time) -> None:
+    first, second = ranks = _ranks(2)
+    for rank in ranks:
+        rank.begin(0)
+    clock.now += 10.0
+    _agree(ranks)
+    first.begin(1)
+    first.alone("")
+    second.alone("")
+    clock.now += 100.0
+    second.begin(1)
+    assert first.due == second.due == ["disk"]
+    second.begin(2)
+    assert not second.due
+
+
+def test_a_restore_that_one_rank_had_to_repeat_puts_nobody_ahead(clock: Time) -> None:
+    ranks = _ranks(2)
+    for rank in ranks:
+        rank.begin(0)
+    ranks[1].begin(None)  # refused there
+    for rank in ranks:
+        rank.begin(None)
+        rank.continues(1)
+    clock.now += 10.0
+    _agree(ranks)
+    for rank in ranks:
+        rank.begin(1)
+        assert rank.due == ["disk"]
 
 
 def test_alone_it_goes_by_its_own_time(clock: Time) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -112,6 +113,12 @@ def test_one_closes_before_the_other(tmp_path: Path) -> None:
     _notice()
     _until_it_stops(second, 0)
     second.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_one_that_is_forgotten_takes_no_signals(tmp_path: Path) -> None:
+    Checkpointer(tmp_path / "s", agent="off", save_on_signal=True)
+    gc.collect()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -99,6 +99,7 @@ class Agreement:
                 for subject in self._subjects:
                     subject.alone("" if self._closed else lost)
                 self._turn.notify_all()
+            self._ranks.close()
 
     def _round(self) -> bool:
         """Ask the other ranks once; whether there is nothing more to ask.

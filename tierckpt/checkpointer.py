@@ -193,8 +193,8 @@ class Checkpointer:
             self._stop = Stop(listened, self._agreement.wake, lambda: numbers.left_out, lambda: _call(hasten))
             self._agreement.add(self._stop)
         if asks:
+            weakref.finalize(self, _forget, self._agreement, self._stop).atexit = False
             self._agreement.start()
-            weakref.finalize(self, self._agreement.stop).atexit = False
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **more: Any) -> Checkpointer:
@@ -665,6 +665,7 @@ class Checkpointer:
         self._highest = self._continued
         if self._ram is not None:
             self._join(self._ram)
+        self._clock.continues(self._coordinator.generation)
         self._has_begun = True
 
     @property
@@ -850,6 +851,13 @@ class Checkpointer:
             raise StateError("this Checkpointer has been closed")
         if self._pid != os.getpid():
             raise StateError("this Checkpointer belongs to the process that this one was forked from; make a new one")
+
+
+def _forget(agreement: Agreement, stop: Stop | None) -> None:
+    """Of a Checkpointer that nobody has closed: its thread ends, and signals do again what they did."""
+    agreement.stop()
+    if stop is not None:
+        stop.close()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -22,8 +22,10 @@ class Clock:
     def __init__(self, seconds: Mapping[str, float], *, leads: bool, alone: bool) -> None:
         self._seconds, self._leads, self._alone = seconds, leads, alone
         self._since = dict.fromkeys(seconds, time.monotonic())
-        #: How many restores have begun, after which steps are others, and the last step that has.
+        #: The generation, which is the same on all ranks, and the last step that has begun in it.
         self._last = [0, -1]
+        # The step of the call that is under way, −1: none.
+        self._now = -1
         #: Tiers that are due at the first step after such a place.
         self._after: dict[str, list[int]] = {}
         #: Tiers that are due in the call that is under way.
@@ -32,10 +34,9 @@ class Clock:
     def begin(self, step: int | None) -> None:
         """What is due is known from here on."""
         self.due = ()
-        if step is None:
-            self._last = [self._last[0] + 1, -1]
-        elif step >= 0:
-            self._last = [self._last[0], step]
+        self._now = -1 if step is None else step
+        if self._now >= 0:
+            self._last = [self._last[0], self._now]
             self.due = self._over() if self._alone else [name for name, at in self._after.items() if self._last > at]
             for name in self.due:
                 self._after.pop(name, None)
@@ -43,6 +44,10 @@ class Clock:
 
     def end(self) -> None:
         """Nothing depends on it."""
+
+    def continues(self, generation: int) -> None:
+        """A generation has begun, in the call that is under way."""
+        self._last = [generation, self._now]
 
     def restart(self, tiers: Collection[str]) -> None:
         """What counts for these begins now."""
@@ -73,8 +78,11 @@ class Clock:
                 self.restart([name])
 
     def alone(self, lost: str) -> None:
-        """Each rank goes by its own clock: where the ranks meet in the save that is due then, they are told what is wrong."""
-        if lost and self._seconds:
+        """Who has lost the others goes by its own clock: where the ranks meet in the save that is due then, they are told what is
+        wrong. At a good end all that is still to be due has been agreed on: some rank has made its last call."""
+        if not lost:
+            return
+        if self._seconds:
             warn(f"ranks no longer agree on when a save is due whose every= is a duration, and saves may fail: {lost}")
         self._alone = True
         self._after.clear()

@@ -93,15 +93,21 @@ class Serial(Generic[T]):
 
     def __init__(self, take: Callable[[T], object], name: str) -> None:
         self._take, self._name = take, name
-        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        # Each in a list of its own, out of which it is taken once, however often that was put.
+        self._queue: queue.SimpleQueue[list[T] | None] = queue.SimpleQueue()
         self._claim = threading.Lock()
         self._over = Signal()
         self._worker: Worker | None = None
 
     def put(self, item: T) -> None:
-        """Have it taken after all before it."""
-        self._queue.put(item)
-        self._start()
+        """Have it taken after all before it, also where this is interrupted."""
+        held = [item]
+        try:
+            self._queue.put(held)
+            self._start()
+        except BaseException:
+            self._queue.put(held)  # it may be there already
+            raise
 
     def _start(self) -> None:
         if self._worker is None:
@@ -114,9 +120,9 @@ class Serial(Generic[T]):
             return
         self._worker = worker
         try:
-            while (item := self._queue.get()) is not None:
-                self._take(item)
-                del item
+            while (held := self._queue.get()) is not None:
+                if held:
+                    self._take(held.pop())
         finally:
             self._over.set()
 

@@ -155,3 +155,33 @@ def test_a_step_that_failed_on_its_way_to_the_disk_is_saved_again(tmp_path: Path
         assert "no room" in first and in_memory
     assert tierckpt.steps(root) == [0, 1]
     assert (tierckpt.read(root, step=1)["shared"] == 11).all()
+
+
+def _interrupted_and_again(rank: int, root: str, agent: str) -> str:
+    """The save of step 1 is interrupted when it has been handed over already, and made again with other values."""
+    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=TIMEOUT) as ckpt:
+        ckpt.save(0, state(0, rank)).wait()
+        hand_over = ckpt._hand_over
+
+        def interrupted(job: Any) -> None:
+            hand_over(job)
+            job.handle._handed_over = False
+            raise KeyboardInterrupt
+
+        ckpt._hand_over = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, state(1, rank))
+        ckpt._hand_over = hand_over  # type: ignore[method-assign]
+        told = _outcome(ckpt.save(1, state(11, rank)))
+        ckpt.save(2, state(2, rank)).wait()
+        return told
+
+
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_what_is_committed_is_not_written_over_by_a_second_save(tmp_path: Path, agent: str) -> None:
+    root = tmp_path / "s"
+    for told in run_ranks(_interrupted_and_again, 2, str(root), agent):
+        assert "committed already" in told
+    assert tierckpt.steps(root) == [0, 1, 2]
+    assert (tierckpt.read(root, step=1)["shared"] == 1).all()
+    assert tierckpt.verify(root, every=True).ok

@@ -139,6 +139,8 @@ class Drain:
         self._ranks, self._coordinator, self.calls = ranks, coordinator, calls
         #: Who writes the shards. Changed only while nothing is queued.
         self.writer: Writer = OwnWriter()
+        # The highest step that was drained.
+        self._highest = -1
         #: Whether a queued step may be overtaken.
         self.overtakes = False
         self.pending: list[Job] = []
@@ -173,11 +175,12 @@ class Drain:
                 self._end(job, info, None)
 
     def _end(self, job: Job, info: SaveInfo | None, error: BaseException | None) -> None:
-        with self.turn.lock:
-            self.pending = [other for other in self.pending if other is not job]
         try:
             job.release(info is not None)
         finally:
+            with self.turn.lock:
+                self.pending = [other for other in self.pending if other is not job]
+                self.turn.notify_all()
             job.handle._finish(info, error)
 
     def _offer(self, job: Job) -> bool:
@@ -187,6 +190,11 @@ class Drain:
             job.offered = True
             mine = b"" if not job.overtaken else b"overtaken"
         return not any(self._ranks.vote(f"the turn of step {job.step}", lambda: mine, tag=job.step))
+
+    def wait_for(self, step: int) -> None:
+        """Wait until this step is not on its way."""
+        with self.turn.lock:
+            self.turn.wait_for(lambda: all(job.step != step for job in self.pending))
 
     def overtake(self, job: Job, by: Job) -> None:
         """A newer step takes its place: every rank decides the same, before any has begun to write it."""
@@ -209,8 +217,10 @@ class Drain:
                 shard = job.settle(
                     self._ranks, what, job.agree(self.calls.meet(self._ranks, job.call, job.step, job.ready))
                 )
-            entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
-            manifest = self._manifest(job, entries)
+            is_new = self._is_new(job, what)
+            if is_new:
+                entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
+                manifest = self._manifest(job, entries)
         except OutOfStepError:
             raise  # nothing of it was written, and other ranks are elsewhere
         except LostContactError:
@@ -226,6 +236,10 @@ class Drain:
             if fenced:
                 raise FencedError(fenced) from error
             raise
+        if not is_new:
+            if not isinstance(job.staged, BaseException):
+                job.staged.withdraw()  # nor does memory keep another one of that name
+            raise StepExistsError(f"step {job.step} is committed already, by an earlier save; each step is saved once")
         written = time.perf_counter()
         try:
             told = self._commit(what, manifest, shard.layout, pinned=job.pinned)
@@ -240,6 +254,14 @@ class Drain:
         if told["problem"]:
             warn(told["problem"])
         return _info(manifest, head)
+
+    def _is_new(self, job: Job, what: str) -> bool:
+        """Nobody writes over what is committed: a save may have been given up by who made it, and be made again. Collective, for
+        a step that is no later than others before."""
+        if job.step > self._highest:
+            self._highest = job.step
+            return True
+        return self._committed(job, what)[1] is None
 
     def _committed(self, job: Job, what: str) -> tuple[str, SaveInfo | None]:
         """Why this process can commit nothing any more, if so; and the step, should somebody else have committed it: an agent

@@ -141,19 +141,19 @@ class Sealing:
         if job.due:
             self._put(job)
             return
-        if self._only_here is None or self._only_here.step < job.step:
+        if self._only_here is None or self._only_here.step <= job.step:
             self._replace(job)
         job.handle._finish(None, job.error)
 
     def _put(self, job: Job) -> None:
         """On its way to the disk; older ones need not get there any more."""
-        if self._only_here is not None and self._only_here.step < job.step:
-            self._replace(None)
+        if self._only_here is not None and self._only_here.step <= job.step:
+            self._replace(None, job.step)
         self._drain.put(job)
 
-    def _replace(self, job: Job | None) -> None:
+    def _replace(self, job: Job | None, step: int = -1) -> None:
         before, self._only_here = self._only_here, job
-        if before is not None and before.own:
+        if before is not None and before.own and before.step != (step if job is None else job.step):
             self._drop(before.step)  # its agent does not know that it is complete, so nor that this one takes its place
 
     def _pass_on(self, job: Job, told: Sequence[bytes]) -> None:
@@ -180,7 +180,9 @@ class Sealing:
 
     def _mine(self, job: Job) -> bytes:
         if job.step <= self._highest:
-            # What is in memory of a save that has failed makes room for this one, on all ranks before any seals again.
+            # What is in memory of a save that has failed makes room for this one, on all ranks before any seals again. One that
+            # was only given up by who made it may be on its way to the disk.
+            self._drain.wait_for(job.step)
             self._drop(job.step)
         if isinstance(job.staged, SkippedError):
             return _SKIPPED + str(job.staged).encode()
