@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -73,14 +73,15 @@ class Agreement:
         self._news.put(None)
 
     @contextmanager
-    def call(self, step: int | None) -> Iterator[None]:
-        """Around every call of save() and restore(), which all ranks make alike."""
+    def call(self, step: int | None, count: Callable[[], int]) -> Iterator[int]:
+        """Around every call of save() and restore(), which all ranks make alike; its number, by ``count``."""
         with self._turn.lock:
             self._turn.wait_for(lambda: not self._held)
+            number = count()
             for subject in self._subjects:
                 subject.begin(step)
         try:
-            yield
+            yield number
         finally:
             with self._turn.lock:
                 for subject in self._subjects:

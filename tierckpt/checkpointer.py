@@ -190,7 +190,7 @@ class Checkpointer:
         self._agreement = Agreement(group.clone() if asks else group, self._clock)
         if listened:
             hasten, numbers = weakref.WeakMethod(self._hasten), self._numbers
-            self._stop = Stop(listened, self._agreement.wake, lambda: numbers.left_out, lambda: _call(hasten))
+            self._stop = Stop(listened, self._agreement.wake, lambda: numbers.made, lambda: _call(hasten))
             self._agreement.add(self._stop)
         if asks:
             weakref.finalize(self, _forget, self._agreement, self._stop).atexit = False
@@ -257,20 +257,20 @@ class Checkpointer:
             IncompleteError, IntegrityError: no checkpoint could be restored.
             UntrustedError: the store is not to be believed.
         """
-        with self._calls, self._together(lambda: False), self._agreement.call(None):
-            return self._restore(
-                state, step=step, keys=keys, strict=strict, cast=cast, fallback=fallback, mapping=mapping, staged=staged
-            )
+        how = {"strict": strict, "cast": cast, "fallback": fallback, "staged": staged}
+        with self._calls, self._together(lambda: False):
+            self._must_be_open()
+            # Before it counts as a call; and here, so that a start with nothing to load refuses what the next one would.
+            must_be_right(step, mapping, **how)
+            named = patterns(keys)
+            with self._agreement.call(None, self._numbers.mark) as call:
+                return self._restore(call, state, step=step, keys=named, mapping=mapping, **how)
 
     def _restore(
-        self, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
+        self, call: int, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
     ) -> LoadInfo | None:
-        self._must_be_open()
-        # Here, so that a start with nothing to load refuses what the next one would.
-        must_be_right(step, mapping, **how)
-        keys = patterns(keys)
         # What is still being drained belongs to the generation that ends here.
-        self._meet()
+        self._meet(call)
         self.wait()
         self._surface()
         info = None
@@ -385,9 +385,8 @@ class Checkpointer:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
         valid = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_INTEGER
-        with self._calls, self._agreement.call(step if valid else -1):
+        with self._calls, self._agreement.call(step if valid else -1, self._numbers.next) as call:
             self._must_be_open()
-            call = self._numbers.next()
             last = self._stop is not None and self._stop.now
             if not valid:
                 self._refuse(
@@ -514,9 +513,8 @@ class Checkpointer:
             self._drain.put(job)
         job.handle._handed_over = True
 
-    def _meet(self) -> None:
+    def _meet(self, call: int) -> None:
         """Let all ranks give up what only some of them have handed over: those would wait for the others."""
-        call = self._numbers.mark()
         if self._group.size > 1 and self._planner.is_planned:
             fence.wait()  # who stands here must not be waited for
             mark = Mark(self._numbers, call)

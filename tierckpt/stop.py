@@ -17,7 +17,7 @@ class Stop:
     Args:
         numbers: the signals that are listened to.
         wake: called from the handler of a signal.
-        left_out: how many calls this rank is known to have left out, which the others have made.
+        made: the number of the last call that has begun, as the other ranks know it.
         hasten: called once, from any thread, after the same calls on all ranks and while no other begins: takes the newest
             complete step to the disk.
     """
@@ -26,13 +26,12 @@ class Stop:
         self,
         numbers: tuple[int, ...],
         wake: Callable[[], None],
-        left_out: Callable[[], int],
+        made: Callable[[], int],
         hasten: Callable[[], None],
     ) -> None:
-        self._wake, self._left_out, self._hasten = wake, left_out, hasten
+        self._wake, self._made, self._hasten = wake, made, hasten
         self._heard: int | None = None
-        self._hastened = False
-        self._begun = self._ended = self._missed = 0
+        self._hastened = self._is_inside = False
         #: The first call at which all ranks stop.
         self._at: int | None = None
         #: Whether all ranks stop here, and whether they do so in the call that is under way.
@@ -50,17 +49,17 @@ class Stop:
 
     def begin(self, step: int | None) -> None:
         """It stops in a call of save() only."""
-        self._begun += 1
-        self.now = step is not None and not self.stops and self._at is not None and self._begun >= self._at
+        self._is_inside = True
+        self.now = step is not None and not self.stops and self._at is not None and self._made() >= self._at
         self.stops = self.stops or self.now
 
     def end(self) -> None:
         """What is newest is known where the calls before the stop have ended."""
-        self._ended += 1
+        self._is_inside = False
         self._hasten_in_time()
 
     def _hasten_in_time(self) -> None:
-        if self._at is not None and self._ended >= self._at - 1 and not self._hastened:
+        if self._at is not None and not (self._is_inside or self._hastened) and self._made() >= self._at - 1:
             self._hastened = True
             self._hasten()
 
@@ -69,15 +68,14 @@ class Stop:
         return self._heard is not None and self._at is None
 
     def place(self) -> int:
-        """How many calls this rank has begun."""
-        self._missed = self._left_out()
-        return self._begun + self._missed
+        """The number of the last call that this rank has begun."""
+        return self._made()
 
     def agree(self, places: Sequence[int]) -> None:
         """All stop at the call that none has begun."""
         if self._at is not None:
             return  # a signal that came to another rank meanwhile
-        self._at = max(places) + 1 - self._missed
+        self._at = max(places) + 1
         self._hasten_in_time()
 
     def alone(self, lost: str) -> None:

@@ -39,8 +39,6 @@ class Calls:
         # The round of the last meeting, how many of its calls this rank has left out, and the step that all met at last.
         self._round = self._missed = 0
         self._last = -1
-        #: How many calls this rank has left out in all, as far as is known.
-        self.left_out = 0
         # The step at which this rank waits for the others, and since when.
         self._waits: tuple[int, float] | None = None
 
@@ -112,9 +110,7 @@ class Calls:
             places: Sequence[int] = numbers
             if all(said[_WHERE] for said in told) and len({number >> _ROUND for number in numbers}) == 1:
                 if len(set(steps)) == 1:
-                    missed = max(numbers) - self._number(call)
-                    self._missed += missed
-                    self.left_out += missed
+                    self._missed += max(numbers) - self._number(call)
                     continue
                 places = steps
             mine, last, first = places[group.rank], max(places), min(places)

@@ -22,9 +22,14 @@ _LOOK = 1.0
 class Slot:
     """Memory that holds one staged shard until it is released."""
 
-    def __init__(self, arena: Arena, buffer: _native.Buffer) -> None:
-        self._arena: Arena | None = arena
-        self.buffer = buffer
+    _arena: Arena | None = None
+    _buffer: _native.Buffer | None = None
+
+    @property
+    def buffer(self) -> _native.Buffer:
+        """Where the shard lies."""
+        assert self._buffer is not None
+        return self._buffer
 
     def __del__(self) -> None:
         self.release()  # one that an interrupt took from whoever had asked for it
@@ -33,7 +38,7 @@ class Slot:
         """Give the memory back for the next shard."""
         arena, self._arena = self._arena, None
         if arena is not None:
-            arena._give_back(self.buffer)
+            arena._give_back(self._buffer)
 
 
 def patiently(take: Callable[[float], T], timeout: float, behind: Callable[[], str]) -> T:
@@ -112,6 +117,7 @@ class Arena:
             ArenaFullError: none became free within ``timeout`` seconds, or the memory is not to be had.
         """
         capacity = -(-size // _PAGE) * _PAGE
+        slot = Slot()  # before it counts: an interrupt must not take what nobody gives back
         with self._change.lock:
             if not self._change.wait_for(lambda: self._may_take(capacity), timeout):
                 raise ArenaFullError(
@@ -129,13 +135,15 @@ class Arena:
             elif self._held + len(self._free) >= self.slots:
                 self._free.pop(0)  # too small: make room before the larger one is mapped
             self._held += 1
+            slot._arena, slot._buffer = self, buffer
         try:
             if buffer is None:
-                buffer = _native.Buffer(capacity, populate=True)
+                buffer = slot._buffer = _native.Buffer(capacity, populate=True)
                 pin_ahead(buffer)
-            return Slot(self, buffer)
+            return slot
         except MemoryError as error:
-            self._give_back(None)
+            slot._buffer = None
+            slot.release()
             raise ArenaFullError(f"{capacity:,} bytes for a slot are not to be had: {error}") from error
 
     def _may_take(self, capacity: int) -> bool:
