@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tierckpt.config import STOP_SECONDS, STOP_SECONDS_PER_RANK
+from tierckpt.config import AGREE_SECONDS, AGREE_SECONDS_PER_RANK
 from tierckpt.errors import LostContactError
 from tierckpt.format.canonical import JSON
 from tierckpt.group import Group
@@ -45,13 +45,13 @@ class Subject(Protocol):
 
 class Agreement:
     """Args:
-    ranks: channels for its thread alone.
+    ranks: channels for its thread alone, which gives them back.
     subjects: the same ones on all ranks.
     """
 
     def __init__(self, ranks: Group, *subjects: Subject) -> None:
         self._ranks = ranks
-        self._pause = max(STOP_SECONDS, ranks.size * STOP_SECONDS_PER_RANK) if ranks.size > 1 else None
+        self._pause = max(AGREE_SECONDS, ranks.size * AGREE_SECONDS_PER_RANK) if ranks.size > 1 else None
         self._turn = Condition()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._subjects = list(subjects)
@@ -151,10 +151,6 @@ class Agreement:
         self.stop(failed=failed)
         if self._thread is not None:
             self._thread.finish()
-
-    def close(self) -> None:
-        """Give the channels back."""
-        self._ranks.close()
 
 
 #: What a rank says while it is there, and why it leaves.

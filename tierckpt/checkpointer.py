@@ -778,7 +778,6 @@ class Checkpointer:
         self._channels.close()
         self._sealing_channels.close()
         self._group.close()
-        self._agreement.close()
         if self._stop is not None:
             self._stop.close()
 

@@ -43,9 +43,9 @@ TIMEOUT = 1800.0
 ANSWER_SECONDS = 3.0
 #: Seconds for which training stands since no slot is free, where all wait for ranks that have not come to those saves.
 BEHIND_SECONDS = 15.0
-#: Seconds between two looks whether another rank was told to end; more where there are many ranks.
-STOP_SECONDS = 0.25
-STOP_SECONDS_PER_RANK = 0.001
+#: Seconds between two looks whether ranks have anything to agree on; more where there are many ranks.
+AGREE_SECONDS = 0.25
+AGREE_SECONDS_PER_RANK = 0.001
 #: Attempts at a write that failed for a passing reason, and the seconds before the first retry (doubled each time).
 WRITE_ATTEMPTS = 5
 WRITE_BACKOFF = 0.1

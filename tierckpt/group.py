@@ -185,7 +185,7 @@ class Group:
             self._store.add("answers", 1)
             deadline = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < deadline and self._store.add("answers", 0) < self.size:
-                time.sleep(0.05)
+                time.sleep(0.05)  # a wait of the store's would keep its connection from all other threads
             gone = self._absent(range(self.size))
         except RuntimeError:
             return "lost contact with another rank and with the rendezvous store, which could tell with which"

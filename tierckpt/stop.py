@@ -73,8 +73,6 @@ class Stop:
 
     def agree(self, places: Sequence[int]) -> None:
         """All stop at the call that none has begun."""
-        if self._at is not None:
-            return  # a signal that came to another rank meanwhile
         self._at = max(places) + 1
         self._hasten_in_time()
 

@@ -111,12 +111,11 @@ class Serial(Generic[T]):
 
     def _start(self) -> None:
         if self._worker is None:
-            one: list[Worker] = []
-            one.append(Worker(lambda: self._work(one[0]), self._name))
-            one[0].start()
+            Worker(self._work, self._name).start()
 
-    def _work(self, worker: Worker) -> None:
-        if not self._claim.acquire(blocking=False):
+    def _work(self) -> None:
+        worker = threading.current_thread()
+        if not self._claim.acquire(blocking=False) or not isinstance(worker, Worker):
             return
         self._worker = worker
         try:

@@ -141,19 +141,21 @@ class Sealing:
         if job.due:
             self._put(job)
             return
-        if self._only_here is None or self._only_here.step <= job.step:
-            self._replace(job)
+        self._replace(job, job)
         job.handle._finish(None, job.error)
 
     def _put(self, job: Job) -> None:
         """On its way to the disk; older ones need not get there any more."""
-        if self._only_here is not None and self._only_here.step <= job.step:
-            self._replace(None, job.step)
+        self._replace(job, None)
         self._drain.put(job)
 
-    def _replace(self, job: Job | None, step: int = -1) -> None:
-        before, self._only_here = self._only_here, job
-        if before is not None and before.own and before.step != (step if job is None else job.step):
+    def _replace(self, by: Job, stays: Job | None) -> None:
+        """A step is complete; ``stays``: the same if it is only in memory."""
+        before = self._only_here
+        if before is not None and before.step > by.step:
+            return
+        self._only_here = stays
+        if before is not None and before.own and before.step != by.step:
             self._drop(before.step)  # its agent does not know that it is complete, so nor that this one takes its place
 
     def _pass_on(self, job: Job, told: Sequence[bytes]) -> None:

@@ -106,17 +106,15 @@ def load(
     """
     began = time.perf_counter()
     fence.wait()  # what is filled here may still be being copied
-    must_be_right(step, mapping, strict=strict, cast=cast, fallback=fallback, staged=staged)
+    how = {"strict": strict, "cast": cast, "fallback": fallback, "staged": staged}
+    must_be_right(step, mapping, **how)
     keys = patterns(keys)
     group.agree(
         f"loading from {place.url}",
         root=place.identity,
         step=step,
-        strict=strict,
-        cast=cast,
-        fallback=fallback,
-        staged=staged,
         run=run,
+        **how,
     )
     choice = choose(
         group, place, step=step, believe=believe, run=run, max_restarts=max_restarts, may_be_empty=may_be_empty

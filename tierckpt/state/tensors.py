@@ -33,7 +33,7 @@ def kind_of_subclass(tensor: torch.Tensor) -> str:
     try:
         storage = tensor.untyped_storage()
         storage.data_ptr()
-    except (RuntimeError, NotImplementedError):  # torch has no other way to ask a wrapper
+    except RuntimeError:  # torch has no other way to ask a wrapper
         return "opaque"
     return "opaque" if storage.device != tensor.device else "plain"
 
