@@ -45,6 +45,11 @@ def _agree(ranks: list[Clock]) -> None:
             rank.agree(places)
 
 
+def _begin(ranks: list[Clock], step: int | None) -> None:
+    for rank in ranks:
+        rank.begin(step)
+
+
 def _ranks(size: int = 3) -> list[Clock]:
     return [Clock({"disk": 10.0}, leads=rank == 0, alone=False) for rank in range(size)]
 
@@ -105,8 +110,7 @@ def test_it_counts_from_what_was_due_last(clock: Time) -> None:
     for step in range(60):
         clock.now += 1.0
         _agree(ranks)
-        for rank in ranks:
-            rank.begin(step)
+        _begin(ranks, step)
         if ranks[0].due:
             taken.append(step)
     assert taken == [9, 19, 29, 39, 49, 59]
@@ -114,19 +118,16 @@ def test_it_counts_from_what_was_due_last(clock: Time) -> None:
 
 def test_steps_that_are_set_back_without_a_restore_delay_it_once(clock: Time) -> None:
     ranks = _ranks(2)
-    for rank in ranks:
-        rank.begin(1000)
+    _begin(ranks, 1000)
     clock.now += 10.0
     _agree(ranks)
     for step in range(5):
-        for rank in ranks:
-            rank.begin(step)
-            assert not rank.due
+        _begin(ranks, step)
+        assert not ranks[0].due and not ranks[1].due
     clock.now += 10.0
     _agree(ranks)
-    for rank in ranks:
-        rank.begin(5)
-        assert rank.due == ["disk"]
+    _begin(ranks, 5)
+    assert ranks[0].due == ranks[1].due == ["disk"]
 
 
 def test_a_call_that_a_rank_has_left_out_disturbs_no_later_one(clock: Time) -> None:
@@ -142,8 +143,7 @@ def test_a_call_that_a_rank_has_left_out_disturbs_no_later_one(clock: Time) -> N
 
 def test_a_slower_rank_keeps_what_was_agreed_on_when_others_have_closed(clock: Time) -> None:
     first, second = ranks = _ranks(2)
-    for rank in ranks:
-        rank.begin(0)
+    _begin(ranks, 0)
     clock.now += 10.0
     _agree(ranks)
     first.begin(1)
@@ -158,17 +158,15 @@ def test_a_slower_rank_keeps_what_was_agreed_on_when_others_have_closed(clock: T
 
 def test_a_restore_that_one_rank_had_to_repeat_puts_nobody_ahead(clock: Time) -> None:
     ranks = _ranks(2)
-    for rank in ranks:
-        rank.begin(0)
+    _begin(ranks, 0)
     ranks[1].begin(None)  # refused there
     for rank in ranks:
         rank.begin(None)
         rank.continues(1)
     clock.now += 10.0
     _agree(ranks)
-    for rank in ranks:
-        rank.begin(1)
-        assert rank.due == ["disk"]
+    _begin(ranks, 1)
+    assert ranks[0].due == ranks[1].due == ["disk"]
 
 
 def test_alone_it_goes_by_its_own_time(clock: Time) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,15 +64,28 @@ def test_c07_memory_that_runs_ahead_of_the_disk_mixes_no_steps(tmp_path: Path, f
 def test_c07_without_an_agent_a_slow_disk_makes_saves_wait(tmp_path: Path) -> None:
     root = tmp_path / "s"
 
+    go = threading.Event()
+    handles: dict[int, tierckpt.Handle] = {}
+
     def slow(path: str) -> None:
         if "shard-" in path:
-            time.sleep(0.02)  # the case itself: a disk slower than the steps
+            assert go.wait(30)
+
+    def saves(ckpt: Checkpointer) -> None:
+        for step in range(31):
+            handles[step] = ckpt.save(step, state(step))
 
     undo = on_write(slow)
     try:
         with Checkpointer(root, tiers=[Disk(every=3)], agent="off") as ckpt:
-            handles = {step: ckpt.save(step, state(step)) for step in range(31)}
+            saving = threading.Thread(target=saves, args=(ckpt,))
+            saving.start()
+            until(lambda: ckpt._arena.held == ckpt._arena.slots)
+            assert saving.is_alive() and len(handles) <= 3 * ckpt._arena.slots
+            go.set()
+            saving.join(30)
     finally:
+        go.set()
         undo()
     assert tierckpt.steps(root) == list(range(0, 31, 3))
     for step, handle in handles.items():
