@@ -64,7 +64,7 @@ format: setup
 acceptance: setup
 	@if ! command -v strace >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq strace; fi
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m acceptance
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m acceptance --durations=10
 
 $(PEERS): $(TOOLS)
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --group bench
