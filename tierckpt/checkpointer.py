@@ -21,7 +21,7 @@ from tierckpt import config, signals
 from tierckpt.agent.calls import Calls, Mark
 from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job, Staged
-from tierckpt.agent.handle import Handle
+from tierckpt.agent.handle import SAVED_ONCE, Handle
 from tierckpt.agent.roots import level
 from tierckpt.agent.sealing import Hastened, again
 from tierckpt.agent.writing import OwnWriter
@@ -160,9 +160,10 @@ class Checkpointer:
         self._handles: list[Handle] = []
         # Whether there is a generation to save in.
         self._has_begun = False
-        # Steps of this generation that are under way, and those that are done; one that failed may be saved again.
+        # Steps of this generation that are under way, those that are done, and those that failed and may be in memory.
         self._steps: dict[int, Handle] = {}
         self._done: set[int] = set()
+        self._spent: set[int] = set()
         # No step of this generation's lineage is above it; whether somebody was told that steps are saved below the newest.
         self._highest, self._told_of_lower = -1, False
         #: Why memory had no room for the last step that was to be only there, of which somebody was told.
@@ -460,6 +461,8 @@ class Checkpointer:
                     f"{self._place.url}: this process has already saved step {step}; each step is saved once"
                 ),
             )
+        if step in self._spent or (before is not None and before._taken):
+            self._refuse(call, StepExistsError(f"{self._place.url}: step {step} {SAVED_ONCE}"))
         note: list[Any] = []
 
         def mine() -> bytes:
@@ -640,6 +643,7 @@ class Checkpointer:
         self._has_begun = False  # until all of this has been done
         self._steps.clear()
         self._done.clear()
+        self._spent.clear()
         self._told_of_lower = False
         if looks and not chosen and not self._fresh and self._ram is not None:
             self._try_settling(
@@ -800,6 +804,8 @@ class Checkpointer:
                 del self._steps[handle.step]
                 if handle.error is None:
                     self._done.add(handle.step)
+                elif handle._taken:
+                    self._spent.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
                 self._report(handle)

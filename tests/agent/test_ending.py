@@ -23,9 +23,10 @@ from tierckpt import Checkpointer, Disk, Ram, SkippedError, config
 from tierckpt.agent import orphans
 from tierckpt.agent.runtime import Home
 from tierckpt.agent.server import Server
-from tierckpt.agent.snapshots import Generation, Snapshot
+from tierckpt.agent.snapshots import Generation, Signing, Snapshot
 from tierckpt.agent.writing import Title
 from tierckpt.errors import AgentLostError
+from tierckpt.format.receipt import Receipt
 from tierckpt.tiers.disk import DiskPlace
 
 RARELY = Disk(every=1000)
@@ -205,6 +206,75 @@ def test_a_step_that_arrives_while_older_ones_are_sealed_drops_none(tmp_path: Pa
         ckpt.wait()
         wrong = [handle.error for handle in handles if handle.error is not None]
         assert all(isinstance(error, SkippedError) for error in wrong), wrong
+
+
+def _seal_copy(server: Server, generation: Generation, step: int) -> None:
+    """What step 0 is on the disk, as the only rank's part of another one."""
+    folder = Path(generation.root, "g0001/s000000000000")
+    data = (folder / "shard-00000.safetensors").read_bytes()
+    receipt = Receipt.decode((folder / "shard-00000.receipt.json").read_bytes(), what="the receipt")
+    slot = server.holdings.slot(generation, 0, len(data), 0.0, lambda: False, step, set())
+    slot.memory[: len(data)] = data
+
+    def make(slot: Any) -> Snapshot:
+        return Snapshot(
+            generation,
+            Title("r", generation.number, step, 0, 1),
+            slot,
+            len(data),
+            header_size=receipt.header_size,
+            header_digest=receipt.header_digest,
+            layout=receipt.layout,
+            metadata=receipt.metadata,
+            due=False,
+            pinned=False,
+        )
+
+    layout = Path(generation.root, "layouts", f"{receipt.layout}.safetensors").read_bytes()
+    server.holdings.keep_layout(generation, 0, receipt.layout, layout)
+    server.holdings.seal(generation, 0, step, slot.number, step, make)
+    server.holdings.complete(generation, 0, step, due=False)
+
+
+@pytest.mark.parametrize("first", ["commit", "discard"])
+def test_files_of_a_failed_step_go_before_it_is_committed_or_stay(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """An agent that is told to end makes durable what its living trainers could not, while these clean up after the failure."""
+    root = tmp_path / "s"
+    with Checkpointer(root, run="r", agent="off") as ckpt:
+        ckpt.save(0, state(0)).wait()
+        begin, key = ckpt._coordinator.begun[-1][1], ckpt._coordinator.signing
+    generation = Generation(1, {1: begin}, 1, str(root), DiskPlace(str(root)), roots=1, slots=3, locals=frozenset({0}))
+    generation = server.holdings.join(generation, 0, "client", 1 << 20, None)
+    generation.signing = Signing(*key)
+    _seal_copy(server, generation, 5)
+    there, cleaning = [], threading.Thread(target=orphans.discard, args=(generation, [5]))
+
+    def look(store: Any, manifest: Any) -> None:
+        if first == "commit":
+            cleaning.start()  # who is committing goes first
+        there.append(Path(root, "g0001/s000000000005/shard-00000.safetensors").exists())
+        check(store, manifest)
+
+    check = orphans.check_present
+    monkeypatch.setattr(orphans, "check_present", look)
+    receipts = orphans._receipts
+
+    def seen(*args: Any) -> Any:
+        found = receipts(*args)
+        if first == "discard":
+            cleaning.run()
+        return found
+
+    monkeypatch.setattr(orphans, "_receipts", seen)
+    done = orphans.settle(server.holdings, generation, 0.0)
+    if first == "commit":
+        cleaning.join()
+    assert done == (first == "commit") and there == [first == "commit"], list(server.holdings.errors)
+    assert tierckpt.steps(root) == ([0, 5] if done else [0])
+    assert tierckpt.verify(root, every=True).ok
+    assert Path(root, "g0001/s000000000005").exists() == done
 
 
 NODES = [{"TIERCKPT_NODE": "a"}, {"TIERCKPT_NODE": "b"}]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import tierckpt
 from tests.harness import run_ranks
 from tests.second_reader import verify_store
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, StoreError
 from tierckpt.agent import roots
 
 
@@ -138,6 +138,35 @@ def test_one_folder_seen_by_several_nodes_is_one_root(tmp_path: Path) -> None:
     results = run_ranks(_shared, 3, str(tmp_path / "shared"), env=_nodes(3))
     assert results == [[0]] * 3
     assert tierckpt.verify(tmp_path / "shared").ok
+
+
+def _is_refused_once(rank: int, base: str) -> list[str]:
+    """The chain cannot be written to for a moment, on rank 0's node."""
+    roots.PROBE_SECONDS = 0.1
+    told = []
+    with Checkpointer(f"{base}/node{rank}", agent="off") as ckpt:
+        ckpt.save(0, _state(0.0)).wait()
+        link = ckpt._coordinator._commit_link
+
+        def refused(*_: Any, **__: Any) -> Any:
+            raise StoreError("read-only for a moment")
+
+        for value, commit in ((1.0, refused), (2.0, link)):
+            ckpt._coordinator._commit_link = commit  # type: ignore[method-assign]
+            try:
+                ckpt.save(1, _state(value)).wait()
+            except StoreError as error:
+                told.append(str(error))
+    return told
+
+
+def test_what_was_not_published_is_gone_from_every_root(tmp_path: Path) -> None:
+    for told in run_ranks(_is_refused_once, 2, str(tmp_path), env=_nodes(2)):
+        assert len(told) == 1 and "read-only for a moment" in told[0]
+    for rank in range(2):
+        assert tierckpt.steps(tmp_path / f"node{rank}") == [0, 1]
+        assert tierckpt.verify(tmp_path / f"node{rank}", every=True).ok
+    assert run_ranks(_train, 2, str(tmp_path), [], env=_nodes(2)) == [(1, False)] * 2  # the values of the second
 
 
 def _shared(rank: int, root: str) -> list[int]:

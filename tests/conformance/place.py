@@ -189,6 +189,22 @@ class PlaceConformance:
         assert names(place) == []
         writer.abort()
 
+    def test_a_file_stays_whole_until_another_has_its_name(self, place: Place) -> None:
+        """Two processes may write the same shard at once, and the one that is late may be killed at any moment."""
+        old, new = pattern(8192), pattern(8192, seed=1)
+        for data in (old, new):
+            late = place.writer("f/shard", 8192)
+            write(late, 0, data[:4096])
+            if place.size("f/shard") is not None:
+                assert place.read("f/shard", 8192) == old
+            other = place.writer("f/shard", 8192)
+            write(other, 0, data)
+            other.commit()
+            assert place.read("f/shard", 8192) == data
+            late.abort()
+            assert place.read("f/shard", 8192) == data
+        assert names(place) == ["f/shard"]
+
     def test_an_unfinished_file_is_replaced(self, place: Place) -> None:
         """What a process that died left is not mixed with what the next one writes."""
         first = place.writer("shard", 8192)

@@ -23,9 +23,9 @@ from tierckpt.telling import warn
 from tierckpt.threads import Signal
 
 #: Requests that wait for a disk, or for digests.
-_LONG = frozenset({"bye", "carry", "fetch", "held", "write"})
-#: Requests for which an agent is started. Every other one is about what one holds: if there is none, none holds it.
-_STARTING = frozenset({"slot"})
+_LONG = frozenset({"bye", "carry", "discard", "fetch", "held", "write"})
+#: Requests for which an agent is started. Every other one is about what one holds.
+_STARTING = frozenset({"discard", "slot"})
 #: Seconds between two looks whether an agent that does not answer is still needed.
 _LOOK = 0.5
 

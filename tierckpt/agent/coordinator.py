@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tierckpt.agent.roots import Nodes, Roots, one_root, spread_begin
@@ -32,6 +33,8 @@ from tierckpt.telling import warn
 from tierckpt.tiers import leftovers, trust
 from tierckpt.tiers.base import Place
 from tierckpt.tiers.store import Store, put
+
+_log = logging.getLogger("tierckpt")
 
 
 class Coordinator:
@@ -76,6 +79,9 @@ class Coordinator:
         self._littered = True
         # Steps that have failed here, whose files may not all be gone.
         self._given_up: set[tuple[int, int]] = set()
+        #: Has the agent remove the files of steps that have failed, since it may be committing one: raises if it cannot. None
+        #: where no agent holds anything of this generation.
+        self.discards: Callable[[Sequence[int]], None] | None = None
         # Retired checkpoints whose files are still there, and since when.
         self._waiting: deque[tuple[float, CheckpointRef]] = deque()
         # The checkpoint that was measured last, and its bytes.
@@ -189,6 +195,9 @@ class Coordinator:
         """Take over what rank 0's :meth:`begin` said, in every root. Collective."""
         said = json.loads(told)
         self.run, self.generation = said["run"], said["generation"]
+        # Nobody commits what older ones have left: the chain has a newer one.
+        self.discards = None
+        self._given_up.clear()
         self.origin = None if said["origin"] is None else tuple(said["origin"])
         self.begun = [(number, digest) for number, digest in said["begun"]]
         self.roots, self._store = spread_begin(nodes, self.place, self._store)
@@ -268,7 +277,6 @@ class Coordinator:
             self.keep_documents(manifest, layout)
             link = store.publish(lambda chain: self._commit_link(chain, ref, pinned=pinned), key)
         except BaseException as error:
-            self._give_back(ref)
             fenced = self.fenced()
             if fenced:
                 raise FencedError(fenced) from error
@@ -344,10 +352,14 @@ class Coordinator:
         return None if found is None else self.store.manifest(CheckpointRef(self.generation, step, found))
 
     def discard(self, step: int, rank: int) -> None:
-        """Remove this rank's files of a step that has failed on some rank before anything was published."""
+        """Remove this rank's files of a step that has failed on some rank and is not published."""
         self._littered = True
         self._given_up.add((self.generation, step))
+        if self.discards is not None:
+            return  # an agent may be making it durable: its files go with the next clean-up
         names = [paths.receipt(self.generation, step, rank), paths.shard(self.generation, step, rank)]
+        if self._store is not None:
+            names.insert(0, paths.manifest(self.generation, step))
         try:
             self.place.remove(names)
         except TierckptError as error:
@@ -360,17 +372,6 @@ class Coordinator:
             return any(self.place.size(name) is not None for name in names)
         except TierckptError:
             return True
-
-    def _give_back(self, ref: CheckpointRef) -> None:
-        """Remove the files of a step that could not be published, if it really was not."""
-        self._littered = True
-        try:
-            self.store.refresh()
-            if (ref.generation, ref.step) not in self.store.chain.committed:
-                self._given_up.add((ref.generation, ref.step))
-                self.place.remove(info.name for info in self.place.list(paths.step_dir(ref.generation, ref.step)))
-        except TierckptError as error:
-            warn(f"step {ref.step} failed, and its files stay until the next clean-up: {error}")
 
     def close(self) -> None:
         """Note down the head, so that a roll-back is noticed next time."""
@@ -410,18 +411,33 @@ class Coordinator:
 
     def _collect(self, sparing: Iterable[tuple[int, int]], grace: float | None = None) -> None:
         grace = self._grace if grace is None else grace
-        found = leftovers.find(self.store, grace=grace, sparing=sparing, given_up=self._given_up)
+        kept = self._discarded()
+        found = leftovers.find(self.store, grace=grace, sparing={*sparing, *kept}, given_up=self._given_up - kept)
         self.place.remove(found.removable)
-        self._given_up.clear()
-        self._littered = bool(found.underway)
+        self._given_up = kept
+        self._littered = bool(found.underway or kept)
         retired = self.store.chain.retired
         waiting = {leftovers.step_of(info.name) for info in found.waiting}
-        kept = [
+        since = [
             (parse_time(gone.time).timestamp(), ref)
             for ref, gone in retired.items()
             if (ref.generation, ref.step) in waiting
         ]
-        self._waiting = deque(sorted(kept))
+        self._waiting = deque(sorted(since))
+
+    def _discarded(self) -> set[tuple[int, int]]:
+        """Have the agent remove the files of steps that have failed here; those that it could not be asked about."""
+        if self.discards is None or not self._given_up:
+            return set()
+        try:
+            self.discards([step for _, step in sorted(self._given_up)])
+        except TierckptError as error:
+            _log.debug("files of steps that have failed stay: %s", error)
+            return set(self._given_up)
+        # It may have committed one, and leaves that alone: so do we.
+        self.store.refresh()
+        self._given_up.clear()
+        return set()
 
 
 def to_retire(chain: Chain, policy: Retention | None, new: CheckpointRef) -> list[CheckpointRef]:

@@ -191,11 +191,6 @@ class Drain:
             mine = b"" if not job.overtaken else b"overtaken"
         return not any(self._ranks.vote(f"the turn of step {job.step}", lambda: mine, tag=job.step))
 
-    def wait_for(self, step: int) -> None:
-        """Wait until this step is not on its way."""
-        with self.turn.lock:
-            self.turn.wait_for(lambda: all(job.step != step for job in self.pending))
-
     def overtake(self, job: Job, by: Job) -> None:
         """A newer step takes its place: every rank decides the same, before any has begun to write it."""
         with self.turn.lock:
@@ -237,17 +232,19 @@ class Drain:
                 raise FencedError(fenced) from error
             raise
         if not is_new:
-            if not isinstance(job.staged, BaseException):
-                job.staged.withdraw()  # nor does memory keep another one of that name
             raise StepExistsError(f"step {job.step} is committed already, by an earlier save; each step is saved once")
         written = time.perf_counter()
         try:
             told = self._commit(what, manifest, shard.layout, pinned=job.pinned)
-        except StepExistsError:
+        except LostContactError:
+            raise
+        except BaseException as error:
             found = self._committed(job, what)[1]
+            if found is not None and isinstance(error, StepExistsError):
+                return found
             if found is None:
-                raise
-            return found
+                self._coordinator.discard(job.step, self._ranks.rank)
+            raise
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
         head = told["head"]
@@ -256,8 +253,8 @@ class Drain:
         return _info(manifest, head)
 
     def _is_new(self, job: Job, what: str) -> bool:
-        """Nobody writes over what is committed: a save may have been given up by who made it, and be made again. Collective, for
-        a step that is no later than others before."""
+        """Nobody writes over what is committed: without an agent a save may have been given up by who made it, and be made again.
+        Collective, for a step that is no later than others before."""
         if job.step > self._highest:
             self._highest = job.step
             return True

@@ -34,6 +34,13 @@ class SaveInfo:
     metadata: Any = None
 
 
+#: Why a step whose save has failed cannot be saved again.
+SAVED_ONCE = (
+    "was saved before, and that save failed or was interrupted: memory may still hold it, and it may become durable yet. Each step "
+    "is saved once; go on with the next number"
+)
+
+
 class Handle:
     """A save under way.
 
@@ -64,6 +71,8 @@ class Handle:
         self._lend: Callable[[], object] = _nothing
         #: Whether another thread has it, and finishes it.
         self._handed_over = False
+        #: Whether memory that outlives this process may have the step, whatever becomes of this save: it is saved no second time.
+        self._taken = False
         #: What must live until the save has ended.
         self._owner: object = None
         self._pid = os.getpid()

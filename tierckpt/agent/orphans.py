@@ -16,6 +16,7 @@ from tierckpt.format.keys import SigningKey
 from tierckpt.format.layout import Layout
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.receipt import SIZE_LIMIT, Receipt
+from tierckpt.tiers import leftovers
 from tierckpt.tiers.store import Store
 
 #: Seconds between two looks at a shared root for the receipts of other nodes.
@@ -123,11 +124,24 @@ def _give_up(generation: Generation, steps: Mapping[int, Step], lacking: Sequenc
 
 
 def _commit(coordinator: Coordinator, generation: Generation, step: Step, manifest: Manifest) -> None:
-    # Whoever else writes to the store has removed what it took for left over, perhaps.
-    check_present(coordinator.store, manifest)
     pinned = any(snapshot.pinned for snapshot in step.snapshots.values())
-    with contextlib.suppress(StepExistsError):  # the next start of the run was faster
-        coordinator.commit(manifest, generation.layouts[manifest.layout], pinned=pinned)
+    with generation.committing:
+        # Whoever else writes to the store has removed what it took for left over, perhaps.
+        check_present(coordinator.store, manifest)
+        with contextlib.suppress(StepExistsError):  # the next start of the run was faster
+            coordinator.commit(manifest, generation.layouts[manifest.layout], pinned=pinned)
+
+
+def discard(generation: Generation, steps: Collection[int]) -> None:
+    """Remove the files of steps whose saves have failed, but for what has become durable all the same."""
+    place = generation.place
+    with generation.committing:
+        store = Store.open(place)
+        store.must_have_begun(generation.number, generation.begin)
+        for step in steps:
+            if (generation.number, step) not in store.chain.committed:
+                found = place.list(paths.step_dir(generation.number, step))
+                place.remove(leftovers.in_order(info.name for info in found if leftovers.belongs(info.name)))
 
 
 def _coordinator(generation: Generation) -> Coordinator | None:

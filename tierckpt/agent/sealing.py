@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tierckpt.agent.calls import Mark, Ranks
 from tierckpt.agent.drain import Drain, Job
-from tierckpt.agent.handle import Handle
+from tierckpt.agent.handle import SAVED_ONCE, Handle
 from tierckpt.agent.writing import Shard
-from tierckpt.errors import AgentLostError, SkippedError, TierckptError
+from tierckpt.errors import AgentLostError, SkippedError, StepExistsError, TierckptError
 from tierckpt.telling import named
 from tierckpt.threads import Serial, Signal
 
@@ -55,8 +55,8 @@ class Sealing:
         self._line: Serial[Job | Mark | Hastened] = Serial(self._next, "tierckpt-seal")
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
-        #: The highest step that was sealed.
-        self._highest = -1
+        #: Steps that the ranks have agreed to save, each once: the handle while it is not known to have gone well.
+        self._taken: dict[int, Handle | None] = {}
 
     def hasten(self) -> Hastened:
         """Take the newest complete step to the disk whatever the cadence says. All ranks do so between the same two steps."""
@@ -89,7 +89,8 @@ class Sealing:
         except BaseException as error:
             try:
                 job.release(False)
-                self._drop(job.step)
+                if self._taken.get(job.step) is job.handle:  # else an earlier save has this step
+                    self._drop(job.step)
             finally:
                 job.handle._finish(None, error)
 
@@ -116,11 +117,12 @@ class Sealing:
         if skipped:
             self._skip(job, ("ram", "disk"), f"step {job.step} was skipped: {_where(skipped)}")
             return
+        job.handle._taken = True
+        self._taken[job.step] = job.handle
         offers = job.agree([said[1:] for said in told])
         if job.due or not job.own:
             shard = job.settle(self._ranks, what, offers)
         if not job.own:
-            self._highest = max(self._highest, job.step)
             sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
             job.own = [rank for rank, said in enumerate(sealed) if said == _SILENT]
         if job.own:
@@ -181,17 +183,25 @@ class Sealing:
         job.handle._finish(None)
 
     def _mine(self, job: Job) -> bytes:
-        if job.step <= self._highest:
-            # What is in memory of a save that has failed makes room for this one, on all ranks before any seals again. One that
-            # was only given up by who made it may be on its way to the disk.
-            self._drain.wait_for(job.step)
-            self._drop(job.step)
+        self._must_be_new(job.step)
         if isinstance(job.staged, SkippedError):
             return _SKIPPED + str(job.staged).encode()
         said = job.ready()
         with self._drain.turn.lock:
             short = job.seals and len(self._drain.pending) + 1 >= self._slots
         return (_SHORT if short else _ROOM) + said
+
+    def _must_be_new(self, step: int) -> None:
+        """Raise StepExistsError if this rank knows of an earlier save of ``step`` that may be in some memory or on its way to the
+        disk: two of one name could be put together, or one be written over the other."""
+        for other, handle in list(self._taken.items()):
+            if handle is not None and handle._ended.is_set():
+                if handle.error is None:
+                    del self._taken[other]  # whoever made it knows
+                else:
+                    self._taken[other] = None
+        if step in self._taken:
+            raise StepExistsError(f"step {step} {SAVED_ONCE}")
 
     def _make_room(self, job: Job, told: Sequence[bytes]) -> None:
         """Where some rank has no slot for the next save, the oldest step that none has begun to write gives up its turn."""

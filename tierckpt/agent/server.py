@@ -515,6 +515,13 @@ class Connection:
         self._look_again()
         return {"ok": True}, []
 
+    def _discard(self, fields: Fields, message: Message) -> Reply:
+        steps = fields.array("steps")
+        if not all(type(step) is int for step in steps):
+            raise IntegrityError(f"the agent's socket: discard: steps={steps!r:.80}")
+        orphans.discard(self._own, [step for step in steps if type(step) is int])
+        return {"ok": True}, []
+
     def _look_again(self) -> None:
         """An agent that is to end may be waiting for what was just said."""
         if self.server.ending:
@@ -621,5 +628,6 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], _Answer, bool]] = {
     "write": (("step",), Connection._write, True),
     "settled": (("step", "durable"), Connection._settled, True),
     "drop": (("step",), Connection._drop, True),
+    "discard": (("steps",), Connection._discard, True),
     "bye": ((), Connection._bye, True),
 }

@@ -52,7 +52,6 @@ class Snapshot:
         self._memory = slot.memory[:size] if slot is not None else memoryview(b"")
         self._padded = slot.memory if slot is not None else memoryview(b"")
         self._write = threading.Lock()
-        self._entry: bytes | None = None
 
     def chunk(self, lo: int, hi: int, scratch: _native.Buffer) -> memoryview:
         """Bytes [lo, hi), in the slot."""
@@ -103,10 +102,9 @@ class Snapshot:
         if self.slot is None:
             return b""
         with self._write:
-            # What was written may have been taken away again, when another rank's part failed.
-            if self._entry is None:
-                self._entry = self._written(place)
-            if self._entry is None or place.size(self._name) != self.size:
+            # A trainer may have made it durable, or what was written may have been taken away when another rank's part failed.
+            found = self._written(place)
+            if found is None or place.size(self._name) != self.size:
                 receipt = write(
                     place,
                     self.title,
@@ -117,12 +115,12 @@ class Snapshot:
                     metadata=self.metadata,
                     digest=self.digest,
                 )
-                self._entry = entry(receipt)
+                found = entry(receipt)
                 self.writes += 1
-            return self._entry
+            return found
 
     def _written(self, place: Place) -> bytes | None:
-        """What the coordinator needs to know if a trainer has made it durable, because this agent was stopped."""
+        """What the coordinator needs to know if there is a receipt of just this snapshot."""
         title = self.title
         try:
             data = place.read(paths.receipt(title.generation, title.step, title.rank), SIZE_LIMIT)
@@ -206,6 +204,7 @@ class Generation:
         durable_at: when that was sealed, or the first step of all, by the monotonic clock; None before.
         settled: its trainers are gone, and what they left has been seen to.
         attempted: that was tried at least.
+    committing: held by whoever commits a step of it, or removes one that was not.
     """
 
     number: int
@@ -228,6 +227,7 @@ class Generation:
     durable_at: float | None = None
     settled: bool = False
     attempted: bool = False
+    committing: threading.Lock = field(default_factory=threading.Lock)
 
     def must_be_current(self) -> None:
         """Raise FencedError if a newer generation has begun."""

@@ -89,7 +89,7 @@ class RamTier:
         if wanted and served != wanted and group.rank == here:
             where = f"on port {served}" if served else "nowhere (tierckpt status says why)"
             warn(f"metrics: the agent of run {coordinator.run} serves its figures {where}, not on port {wanted}")
-        self._drain.writer = self.arena
+        self._drain.writer, coordinator.discards = self.arena, self.arena.discard
         self._drain.overtakes = policy.on_full == "overtake"
 
     def acquire(self, size: int, *, must: bool, behind: Callable[[], str]) -> RemoteSlot:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tierckpt import _native, config
 from tierckpt.agent.client import Client
@@ -220,11 +220,15 @@ class RemoteArena:
         self._tell("drop", self._sealed.pop(step, None), step=step)
         self._open.pop(step, None)
 
+    def discard(self, steps: Sequence[int]) -> None:
+        """Have the files of steps removed whose saves have failed, but for what it has made durable all the same."""
+        self._client.request("discard", steps=list(steps))
+
     def write(self, place: Place, title: Title, shard: Shard) -> bytes:
         """Have the agent make this rank's shard durable (see :class:`tierckpt.agent.writing.Writer`).
 
-        If it does not answer, or has died, we do so: the bytes are the same, and what it had begun goes to a file that has no
-        name any more.
+        If it does not answer, or has died, we do so: the bytes are the same, and there is a whole file of that name whoever ends
+        first.
         """
         try:
             reply = self._client.request("write", (), 0.0, self._sealed.get(title.step), step=title.step)

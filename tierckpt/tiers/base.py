@@ -130,7 +130,7 @@ class Place(ABC):
 
     @abstractmethod
     def writer(self, name: str, size: int) -> Writer:
-        """Begin to write a file of ``size`` bytes in place; an unfinished one of that name is replaced."""
+        """Begin to write a file of ``size`` bytes, which has that name from :meth:`Writer.commit` on, instead of another."""
 
     @abstractmethod
     def list(self, folder: str = "") -> Iterator[FileInfo]:

@@ -129,8 +129,7 @@ class DiskPlace(Place):
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._path(name)
-        folder, base = os.path.split(path)
-        temporary = f"{folder}/.{base}.{secrets.token_hex(8)}.tmp"
+        folder, temporary = os.path.dirname(path), _temporary(path)
         with self._told(name, "write"):
             self._make_folder(folder)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -149,18 +148,15 @@ class DiskPlace(Place):
         return created
 
     def writer(self, name: str, size: int) -> Writer:
-        path = self._path(name)
-        folder, base = os.path.split(path)
+        folder, base = os.path.split(_temporary(self._path(name)))
         with self._told(name, "write"):
             self._make_folder(folder)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
             folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fd, direct = _native.open_direct(folder_fd, base, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             finally:
                 os.close(folder_fd)
-        writer = _DiskWriter(self, name, fd, size, ALIGNMENT if direct else 1)
+        writer = _DiskWriter(self, name, f"{folder}/{base}", fd, size, ALIGNMENT if direct else 1)
         try:
             # Writes that make a file longer exclude each other (the kernel holds the inode's lock over the whole of
             # each), so that nothing is under way at the disk between one and the next. And a full disk tells at once.
@@ -311,9 +307,9 @@ class _DiskReader(Reader):
 
 
 class _DiskWriter(Writer):
-    def __init__(self, place: DiskPlace, name: str, fd: int, size: int, alignment: int) -> None:
+    def __init__(self, place: DiskPlace, name: str, temporary: str, fd: int, size: int, alignment: int) -> None:
         self.name, self.alignment = name, alignment
-        self._place, self._fd, self._size = place, fd, size
+        self._place, self._temporary, self._fd, self._size = place, temporary, fd, size
 
     def write(self, offset: int, buffer: Buffer) -> None:
         with self._place._told(self.name, "write"):
@@ -325,18 +321,22 @@ class _DiskWriter(Writer):
             os.fsync(self._fd)
             fd, self._fd = self._fd, -1
             os.close(fd)
-            _fsync_folder(os.path.dirname(self._place._path(self.name)))
+            path = self._place._path(self.name)
+            # Another process may have finished the same file while this one was stopped: there is a whole one at any time.
+            os.replace(self._temporary, path)
+            _fsync_folder(os.path.dirname(path))
 
     def abort(self) -> None:
-        mine = True
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):  # another process may have put its file here while this one was stopped
-                mine = os.path.samestat(os.fstat(fd), os.lstat(self._place._path(self.name)))
             with contextlib.suppress(OSError):  # tells of a write that failed; the file goes anyway
                 os.close(fd)
-        if mine:
-            self._place.remove([self.name])
+        self._place.remove([os.path.join(os.path.dirname(self.name), os.path.basename(self._temporary))])
+
+
+def _temporary(path: str) -> str:
+    folder, base = os.path.split(path)
+    return f"{folder}/.{base}.{secrets.token_hex(8)}.tmp"
 
 
 def _fsync_folder(path: str) -> None:
