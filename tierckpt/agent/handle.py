@@ -36,8 +36,8 @@ class SaveInfo:
 
 #: Why a step whose save has failed cannot be saved again.
 SAVED_ONCE = (
-    "was saved before, and that save failed or was interrupted: memory may still hold it, and it may become durable yet. Each step "
-    "is saved once; go on with the next number"
+    "was saved before, and that save failed or was interrupted: memory may still hold it, and it may become durable yet. Each "
+    "step is saved once; go on with the next number"
 )
 
 

@@ -322,8 +322,13 @@ class _DiskWriter(Writer):
             fd, self._fd = self._fd, -1
             os.close(fd)
             path = self._place._path(self.name)
-            # Another process may have finished the same file while this one was stopped: there is a whole one at any time.
-            os.replace(self._temporary, path)
+            # The answer to a link that was made may get lost, and the question be asked again (NFS).
+            if _publish(self._temporary, path) or os.path.samestat(os.lstat(self._temporary), os.lstat(path)):
+                with contextlib.suppress(OSError):  # it has its name; where there are no links it has no other
+                    os.unlink(self._temporary)
+            else:
+                # Another process has finished the same file: there is a whole one at any time.
+                os.replace(self._temporary, path)
             _fsync_folder(os.path.dirname(path))
 
     def abort(self) -> None:
