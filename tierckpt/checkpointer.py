@@ -405,16 +405,18 @@ class Checkpointer:
         names = [tier.name for tier in self._all_tiers]
         handle = Handle(step, names, names)
         try:
-            # What is never to be retired must be where nothing but that ends it.
-            due = [
-                tier.name for tier in self._all_tiers if self._is_due(tier, step, always=live or always or last) or pin
-            ]
-            if not due:
-                return Handle(step, names, ())
-            # What goes to the disk is in memory first.
-            handle = Handle(step, names, names if self._disk.name in due else due)
-            self._handles.append(handle)
             with nullcontext() if self._is_alone else self._together(lambda: self._is_alone):
+                # What is never to be retired must be where nothing but that ends it.
+                due = [
+                    tier.name
+                    for tier in self._all_tiers
+                    if self._is_due(tier, step, always=live or always or last) or pin
+                ]
+                if not due:
+                    return Handle(step, names, ())
+                # What goes to the disk is in memory first.
+                handle = Handle(step, names, names if self._disk.name in due else due)
+                self._handles.append(handle)
                 if not self._has_begun:
                     self._begin(None, chosen=False, unread=None if live or always else step)
                 if not (live or always):

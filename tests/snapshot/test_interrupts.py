@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -200,6 +201,38 @@ def _some_are_interrupted(rank: int, root: str, agent: str, restores: bool, numb
         with Checkpointer(root, agent="off") as ckpt:
             ckpt.save(9, state(9, rank)).wait()
     _goes_on(root, agent, restores, number, rank, hits=rank in who)
+
+
+def _first_is_interrupted(rank: int, root: str, every: int | str, number: int) -> str:
+    """Rank 0, at the ``number``-th line of its first save; whatever it saves afterwards is not due by then."""
+    group.ANSWER_SECONDS = 0.1
+    hit, before = _Interrupt(number, [checkpointer]), sys.gettrace()
+    with Checkpointer(root, tiers=Disk(every=every), agent="off", timeout=20) as ckpt:
+        for step in range(4):
+            try:
+                if rank == 0 and step == 0:
+                    sys.settrace(hit)
+                ckpt.save(step, state(step, rank))
+            except (KeyboardInterrupt, TierckptError):
+                pass
+            finally:
+                sys.settrace(before)
+        if rank == 0:
+            Path(root).with_name("others").read_bytes()  # who reads stands until the others are through
+        else:
+            Path(root).with_name("others").write_bytes(b"")
+    return hit.where
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("every", [100, "1h"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nobody_waits_at_the_start_for_whose_first_save_was_interrupted(tmp_path: Path, every: int | str) -> None:
+    for number in range(2, 60, 6):
+        (tmp_path / str(number)).mkdir()
+        os.mkfifo(tmp_path / str(number) / "others")
+        told = run_ranks(_first_is_interrupted, 2, str(tmp_path / str(number) / "s"), every, number, timeout=15)
+        assert told[0]
 
 
 @pytest.mark.limit(150)
