@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import tierckpt
 from tests.agent.job import state, values
+from tests.agents import status
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, Ram, SkippedError, StepExistsError, StoreError, TierckptError
 
@@ -147,6 +149,10 @@ def _fails_once(rank: int, root: str, agent: str) -> tuple[str, str]:
             second = _outcome(ckpt.save(1, state(11, rank)))
         except StepExistsError as error:
             second = str(error)
+            assert [one["complete"] for g in status()["generations"] for one in g["steps"] if one["step"] == 1] == [
+                True
+            ]
+        dist.barrier()
         ckpt.save(2, state(2, rank)).wait()
         return first, second
 
