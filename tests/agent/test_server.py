@@ -347,6 +347,23 @@ def test_what_was_given_up_before_it_was_begun_is_not_done(client: Client) -> No
     client.request("release", slot=slot, ticket=TICKET)
 
 
+def test_a_reply_that_was_read_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the agent would take a slot back whose reply has come, because who got it has closed that connection since."""
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    send_fds = socket.send_fds
+
+    def read_at_once(*arguments: Any) -> int:
+        sent = send_fds(*arguments)
+        with theirs.receive() as message:
+            assert message.fields == {"slot": 1} and len(message.descriptors) == 1
+        theirs.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", read_at_once)
+    ours.send({"slot": 1}, [0])
+    ours.close()
+
+
 def test_many_that_start_it_at_once_get_one(tmp_path: Path) -> None:
     clients = [Client("run", "node", timeout=20.0) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:

@@ -100,7 +100,8 @@ class Channel:
             raise StoreError(f"{_WHAT}: a message of {len(data):,} bytes; at most {FRAME_LIMIT:,} are sent at once")
         frame = _LENGTH.pack(len(data)) + data
         sent = socket.send_fds(self.sock, [frame], list(descriptors)) if descriptors else 0
-        self.sock.sendall(memoryview(frame)[sent:])
+        if sent < len(frame):  # to send nothing fails too once the other end, which may have read it all, is gone
+            self.sock.sendall(memoryview(frame)[sent:])
 
     def receive(self) -> Message:
         """The next frame.
