@@ -334,8 +334,7 @@ def test_what_was_given_up_before_it_was_begun_is_not_done(client: Client) -> No
     """A stopped agent finds requests when it goes on; what their senders have done since must not be undone."""
     slot = take(client)
     pid = status()["pid"]
-    other, channel = client._take(start=False), client._take(start=False)
-    client._put(other)  # the trainer lives
+    channel = client._take(start=False)
     stop(pid)
     channel.send({"op": "release", "slot": slot, "ticket": TICKET})
     client._lost(channel)
@@ -345,6 +344,63 @@ def test_what_was_given_up_before_it_was_begun_is_not_done(client: Client) -> No
     with pytest.raises(ArenaFullError):
         take(client)
     client.request("release", slot=slot, ticket=TICKET)
+
+
+def interrupt(client: Client, root: Path) -> None:
+    """A KeyboardInterrupt takes the reply from who has asked."""
+
+    def interrupted(_: Channel) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.request("held", root=str(root))
+
+
+def test_an_interrupted_request_takes_no_slot_from_others(client: Client, tmp_path: Path) -> None:
+    """Its connection ends, often the only one on which anything was asked; but the process lives and goes on filling."""
+    for step in range(10):
+        slot = take(client)
+        interrupt(client, tmp_path)
+        seal(client, step, slot)
+        client.request("complete", step=step, due=False)
+    kill(status()["pid"])
+    for step in range(10):  # nor from those of the agent that takes the dead one's place
+        slot = take(client)
+        interrupt(client, tmp_path)
+        seal(client, step, slot)
+        client.request("complete", step=step, due=False)
+    assert client.epoch == 2
+    client.close()
+    until(nobody_is_there)
+
+
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_who_leaves_after_an_interrupt_is_not_taken_to_be_there(client: Client, tmp_path: Path, says_bye: bool) -> None:
+    take(client)
+    interrupt(client, tmp_path)
+    pid = status()["pid"]
+    if says_bye:
+        client.bye()
+        assert gone(pid)
+    else:
+        client.close()
+        until(nobody_is_there)
+
+
+def test_a_failed_good_bye_leaves_no_connection(client: Client) -> None:
+    """The agent would wait for ever for a process that does not come back."""
+    client.reach()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(client, "_converse", _fails)
+        with pytest.raises(AgentLostError):
+            client.bye()
+    until(nobody_is_there)
+
+
+def _fails(*_: object) -> None:
+    raise TimeoutError
 
 
 def test_a_reply_that_was_read_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,29 @@ def test_interrupts_take_no_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(120)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_interrupt_costs_no_other_save_in_flight(tmp_path: Path) -> None:
+    """Early in a run, when nothing keeps the agent from taking this process for dead but what the interrupt spares."""
+    interrupted = 0
+    for number in range(1, 200, 16):
+        with Checkpointer(tmp_path / f"s{number}", tiers=[Ram(on_full="wait"), Disk()]) as ckpt:
+            handles = {step: ckpt.save(step, state(step)) for step in (0, 1)}
+            hit, before = _Interrupt(number, ASKING), sys.gettrace()
+            try:
+                sys.settrace(hit)
+                ckpt.save(2, state(2))
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(before)
+            handles[3] = ckpt.save(3, state(3))
+            for step, handle in handles.items():
+                info = handle.wait(timeout=20)
+                assert info is not None and info.step == step, hit.where
+    assert interrupted > 2
+
+
+@pytest.mark.limit(120)
 @pytest.mark.parametrize("agent", ["auto", "off"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_an_interrupted_save_has_ended(tmp_path: Path, agent: str) -> None:

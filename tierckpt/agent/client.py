@@ -72,6 +72,9 @@ class Client:
         self.metrics = 0
         self._idle: list[Channel] = []
         self._busy: set[Channel] = set()
+        #: The first connection to this agent as a trainer, never used to ask: an interrupted request closes the one that it was
+        #: made on, and where that was the last the agent would take this process for dead and its slots from the other saves.
+        self._life: Channel | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
         #: Whether it did not answer; called when it does again.
@@ -281,7 +284,8 @@ class Client:
             channel = self._reach(start, deadline)
             try:
                 channel.sock.settimeout(self._patience)
-                return self._greet(channel)
+                if self._greet(channel):
+                    return channel
             except TimeoutError as error:
                 channel.close()
                 self._fall_silent()
@@ -292,7 +296,8 @@ class Client:
                 if time.monotonic() >= deadline:
                     raise _NoAgentError(f"the agent of run {self.run} does not answer: {error}") from error
             except BaseException:
-                channel.close()
+                if channel is not self._life:  # of which others may know by now
+                    channel.close()
                 raise
 
     def _reach(self, start: bool, deadline: float) -> Channel:
@@ -321,7 +326,8 @@ class Client:
     def _hello(self) -> dict[str, JSON]:
         return {"node": self.node, "op": "hello", "run": self.run, "version": VERSION}
 
-    def _greet(self, channel: Channel) -> Channel:
+    def _greet(self, channel: Channel) -> bool:
+        """Join on it; whether it is there to ask, not to say that this process lives."""
         said = _ask(channel, self._hello)
         agent = said.get("agent")
         if type(agent) is not str:
@@ -331,6 +337,9 @@ class Client:
                 self.agent = agent
                 self.epoch += 1
                 stale, self._idle = self._idle, []
+                if self._life is not None:
+                    stale.append(self._life)
+                    self._life = None
             else:
                 stale = []
         for old in stale:
@@ -363,7 +372,12 @@ class Client:
             if joining.signing is not None:
                 key, since, keys = joining.signing
                 _ask(channel, {"key": key, "keys": list(keys), "op": "coordinate", "since": since})
-        return channel
+            with self._lock:
+                # Meanwhile others may have come to know another agent, or another generation.
+                if self._life is None and agent == self.agent and joining is self._joining:
+                    self._life = channel
+                    return False
+        return True
 
     def _lost(self, channel: Channel) -> None:
         with self._lock:
@@ -376,29 +390,43 @@ class Client:
         with self._lock:
             channels, self._idle = [*self._idle, *self._busy], []
             self._busy = set()
+            if self._life is not None:
+                channels.append(self._life)
+                self._life = None
         for channel in channels:
             channel.close()
 
     def bye(self) -> None:
         """Take leave; the last trainer of the node waits until what was to be drained is."""
         patience = self._joining.deadline if self._joining is not None else 0.0
-        while self._idle and not self.silent:
-            with self._lock:
-                channel = self._idle.pop()
-                self._busy.add(channel)
-            try:
-                if channel.ended:
-                    raise EOFError("it has ended")
-                with self._converse(channel, {"op": "bye"}, (), self._timeout + patience) as message:
-                    raise_refusal(message.fields)
-            except (EOFError, OSError) as error:
-                raise AgentLostError(f"the agent of run {self.run} was gone before this process: {error}") from error
-            finally:
-                self._lost(channel)
+        with self._lock:
+            if self._life is not None:
+                self._idle.insert(0, self._life)
+                self._life = None
+        try:
+            while self._idle and not self.silent:
+                self._take_leave(self._timeout + patience)
+        except TierckptError:
+            self.close()  # the agent must not wait for who does not come back; after an interrupt he does
+            raise
         silent = self.silent
         self.close()
         if silent:
             raise AgentSilentError(self._silence)
+
+    def _take_leave(self, seconds: float) -> None:
+        with self._lock:
+            channel = self._idle.pop()
+            self._busy.add(channel)
+        try:
+            if channel.ended:
+                raise EOFError("it has ended")
+            with self._converse(channel, {"op": "bye"}, (), seconds) as message:
+                raise_refusal(message.fields)
+        except (EOFError, OSError) as error:
+            raise AgentLostError(f"the agent of run {self.run} was gone before this process: {error}") from error
+        finally:
+            self._lost(channel)
 
 
 class _NoAgentError(StoreError):
@@ -453,9 +481,10 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 def _forked() -> None:
     """A forked child must not keep its parent's connections open: the agent would take the parent for alive."""
     for client in list(_clients):
-        for channel in [*client._idle, *client._busy]:
+        life = [] if client._life is None else [client._life]
+        for channel in [*client._idle, *client._busy, *life]:
             channel.close()
-        client._idle, client._busy = [], set()
+        client._idle, client._busy, client._life = [], set(), None
         client.silent = False
         client._lock = threading.Lock()
 
