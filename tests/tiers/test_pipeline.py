@@ -391,13 +391,13 @@ def test_an_error_on_the_way_out_is_raised_as_it_is_and_ends_the_reading(stage: 
 
     intake = Intake(file, offsets(size), use)
     known: list[int] = []
-    tell = intake._failure.set
+    tell = intake._job.fail
 
     def told(error: BaseException) -> None:
         tell(error)
         known.append(file.begun)
 
-    intake._failure.set = told  # type: ignore[method-assign]
+    intake._job.fail = told  # type: ignore[method-assign]
     with pytest.raises(Odd) as raised:
         intake.run()
     assert raised.value is error

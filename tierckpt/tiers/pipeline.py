@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from tierckpt import _native
 from tierckpt.config import CHUNKS_AHEAD
 from tierckpt.format.digest import chunk_count, chunk_digest, chunk_range
 from tierckpt.tiers.base import Reader, Writer
-from tierckpt.tiers.workers import Failure, workers
+from tierckpt.tiers.workers import Job, workers
 
 #: The digest of chunk number ``index``, whose bytes are given: one that was taken before need not be taken again.
 TakeDigest: TypeAlias = Callable[[int, memoryview], bytes]
@@ -46,8 +47,7 @@ class Pipeline:
         self._writer, self._source, self._digest = writer, source, digest
         self._found = [b""] * chunk_count(source.size)
         self._threads = workers()
-        self._failure = Failure()
-        self._writing = 0
+        self._job = Job(len(self._found), self._chunk)
 
     def run(self) -> bytes:
         """Write everything; the digests of the chunks. Whatever happens, nobody uses writer or source afterwards.
@@ -55,18 +55,14 @@ class Pipeline:
         Raises:
             What a thread raised first.
         """
-        try:
-            self._threads.each(len(self._found), self._chunk)
-        except BaseException as error:
-            self._failure.set(error)
-        self._failure.wait(lambda: self._writing == 0)
+        self._threads.do(self._job)
         return b"".join(self._found)
 
     def _chunk(self, index: int, _: _native.Buffer) -> None:
         buffer = _Lent(self._threads.buffers)
         try:
-            if self._failure.error is not None:
-                raise self._failure.error
+            if self._job.error is not None:
+                return
             lo, hi = chunk_range(index, self._source.size)
             data = self._source.chunk(lo, hi, buffer.memory)
             self._write(lo, _padded(data, buffer.memory, self._writer.alignment), buffer)
@@ -76,24 +72,16 @@ class Pipeline:
 
     def _write(self, offset: int, data: memoryview, buffer: _Lent) -> None:
         """Have ``data``, which may lie in ``buffer``, written while others go on."""
-        failure = self._failure
 
-        def task() -> None:
+        def write() -> None:
             try:
-                if failure.error is None:
+                if self._job.error is None:
                     self._writer.write(offset, data)
-            except BaseException as error:
-                failure.set(error)
             finally:
                 buffer.give_back()
-                with failure.change:
-                    self._writing -= 1
-                    failure.change.notify()
 
-        with failure.change:
-            self._writing += 1
         buffer.share()
-        self._threads.write(task)
+        self._threads.write(self._job.part(write))
 
 
 class Intake:
@@ -110,8 +98,7 @@ class Intake:
     def __init__(self, reader: Reader, offsets: Sequence[int], use: Callable[[int, memoryview, int], None]) -> None:
         self._reader, self._offsets, self._use = reader, offsets, use
         self._threads = workers()
-        self._failure = Failure()
-        self._next = self._under_way = 0
+        self._job = Job(len(offsets), self._read)
 
     def run(self) -> None:
         """Read everything. Whatever happens, nobody uses the reader afterwards.
@@ -120,48 +107,29 @@ class Intake:
             What a thread raised first.
         """
         buffers = self._threads.spare(min(CHUNKS_AHEAD, len(self._offsets)))
+
+        def begin() -> None:
+            for buffer in buffers:
+                self._next(buffer)
+
         try:
-            try:
-                for buffer in buffers:
-                    self._begin(buffer)
-            except BaseException as error:
-                self._failure.set(error)
-            self._failure.wait(lambda: self._under_way == 0)
+            self._job.run(begin)
         finally:
             self._threads.keep(buffers)
 
-    def _begin(self, buffer: _native.Buffer) -> None:
-        with self._failure.change:
-            number = self._next
-            if number == len(self._offsets) or self._failure.error is not None:
-                return
-            self._next, self._under_way = number + 1, self._under_way + 1
-        self._threads.write(lambda: self._read(number, buffer))
+    def _next(self, buffer: _native.Buffer) -> None:
+        """Have the next part read into ``buffer``, if there is one when its turn comes."""
+        self._threads.write(partial(self._job.one, buffer))
 
     def _read(self, number: int, buffer: _native.Buffer) -> None:
-        try:
-            got = self._reader.read_into(self._offsets[number], buffer)
-        except BaseException as error:
-            self._end(buffer, error)
-        else:
-            self._threads.work(lambda _: self._work(number, buffer, got))
+        got = self._reader.read_into(self._offsets[number], buffer)
+        work = self._job.part(partial(self._work, number, buffer, got))
+        self._threads.work(lambda _: work())
 
     def _work(self, number: int, buffer: _native.Buffer, got: int) -> None:
-        try:
-            if self._failure.error is None:
-                self._use(number, memoryview(buffer), got)
-        except BaseException as error:
-            self._end(buffer, error)
-        else:
-            self._end(buffer, None)
-
-    def _end(self, buffer: _native.Buffer, error: BaseException | None) -> None:
-        if error is not None:
-            self._failure.set(error)
-        self._begin(buffer)
-        with self._failure.change:
-            self._under_way -= 1
-            self._failure.change.notify()
+        if self._job.error is None:
+            self._use(number, memoryview(buffer), got)
+        self._next(buffer)
 
 
 class _Lent:

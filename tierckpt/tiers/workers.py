@@ -10,11 +10,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from tierckpt import _native
 from tierckpt.config import CHUNKS_AHEAD, IO_THREADS, WRITES
 from tierckpt.format.digest import CHUNK
-from tierckpt.threads import Condition
+from tierckpt.threads import Signal
 
 
 class Workers:
@@ -29,8 +30,8 @@ class Workers:
     def __init__(self, count: int, writes: int, ahead: int) -> None:
         self.count = count
         self._pid = os.getpid()
-        self._tasks: queue.SimpleQueue[Callable[[_native.Buffer], None]] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[_native.Buffer], object]] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         #: Taken with get() and given back with put(). Whoever has one must not wait for another.
         self.buffers: queue.SimpleQueue[_native.Buffer] = queue.SimpleQueue()
         for _ in range(ahead):
@@ -68,75 +69,112 @@ class Workers:
         """``work(i, scratch)`` for i < ``items``, in order of beginning; returns when all have ended.
 
         Raises:
-            What ``work`` raised first; later items are then not begun.
+            What ``work`` raised first, or an interrupt; later items are then not begun.
         """
-        job = _Job(items, work)
-        threads = min(self.count, items)
-        for _ in range(threads):
-            self._tasks.put(job.run)
-        job.wait(threads)
+        self.do(Job(items, work))
 
-    def write(self, task: Callable[[], None]) -> None:
+    def do(self, job: Job) -> None:
+        """As :meth:`each`, for a job whose items may be handed on."""
+
+        def begin() -> None:
+            for _ in range(min(self.count, job.items)):
+                self._tasks.put(job.all)
+
+        job.run(begin)
+
+    def write(self, task: Callable[[], object]) -> None:
         """Have ``task`` done by a thread that waits for the disk, in order of beginning. It must not raise."""
         self._writes.put(task)
 
-    def work(self, task: Callable[[_native.Buffer], None]) -> None:
+    def work(self, task: Callable[[_native.Buffer], object]) -> None:
         """Have ``task`` done by a thread that works, in order of beginning. It must not raise."""
         self._tasks.put(task)
 
 
-class Failure:
-    """The first error of several threads, and the wait for all of them."""
+class Job:
+    """Items that several threads take, and the wait until nobody has one any more, whatever interrupts whoever waits.
 
-    def __init__(self) -> None:
-        self.change = Condition()
+    A thread that takes an item says so itself, under the lock under which the job is seen to be over. So nobody need know what
+    of it was put into queues, which an interrupt may leave open: what comes to it later finds nothing to take.
+
+    Args:
+        work: called with the number of an item and memory of one chunk.
+    """
+
+    def __init__(self, items: int, work: Callable[[int, _native.Buffer], None]) -> None:
+        self.items, self._work = items, work
+        self._next = self._held = 0
+        self._lock = threading.Lock()
+        self._over = Signal()
+        #: What was raised first; no item is taken any more.
         self.error: BaseException | None = None
 
-    def set(self, error: BaseException) -> None:
-        with self.change.lock:
-            self.error = self.error or error
+    def run(self, begin: Callable[[], None]) -> None:
+        """Wait until all items were taken, or one has failed, and nobody has one. ``begin`` has threads take them.
 
-    def wait(self, ended: Callable[[], bool]) -> None:
-        """Wait for a ``change`` after which all have ``ended``, then raise what the first one raised.
+        An interrupt counts as a failure and does not end the wait: what the threads use is the caller's.
 
-        An interrupt counts as an error and does not end the wait: what the threads use is the caller's.
+        Raises:
+            What was raised first.
         """
+        begun = False
+        # One frame does both, and all of it in one block: there is no instruction between them at which it could be left.
         while True:
             try:
-                with self.change.lock:
-                    self.change.wait_for(ended)
+                if not begun:
+                    begun = True
+                    begin()
+                with self._lock:
+                    over = self._is_over()
+                if not over:
+                    self._over.wait()
                 break
             except BaseException as error:
-                self.set(error)
+                # Without the lock, and no call: a second interrupt finds next to no room.
+                self.error = self.error or error
+        # What still lies in a queue keeps nothing of the caller's alive.
+        del self._work
         if self.error is not None:
             raise self.error
 
+    def one(self, memory: _native.Buffer) -> bool:
+        """Take the next item and work on it; False if there is none to be taken."""
+        with self._lock:
+            index = self._next
+            if index == self.items or self.error is not None:
+                return False
+            self._next, self._held = index + 1, self._held + 1
+        self._end(partial(self._work, index, memory))
+        return True
 
-class _Job:
-    def __init__(self, items: int, work: Callable[[int, _native.Buffer], None]) -> None:
-        self._items, self._work = items, work
-        self._next = self._ended = 0
-        self._failure = Failure()
+    def all(self, memory: _native.Buffer) -> None:
+        """Take items and work on them until there are no more."""
+        while self.one(memory):
+            pass
 
-    def run(self, scratch: _native.Buffer) -> None:
-        failure = self._failure
+    def part(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A task that another thread must do, for whoever has an item: only after it, too, is the item done with."""
+        with self._lock:
+            self._held += 1
+        return partial(self._end, work)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+
+    def _end(self, work: Callable[[], None]) -> None:
         try:
-            while True:
-                with failure.change.lock:
-                    index = self._next
-                    if index >= self._items or failure.error is not None:
-                        return
-                    self._next = index + 1
-                self._work(index, scratch)
+            work()
         except BaseException as error:
-            failure.set(error)
-        finally:
-            with failure.change.lock:
-                self._ended += 1
-                failure.change.notify()
+            self.fail(error)
+        with self._lock:
+            self._held -= 1
+            over = self._is_over()
+        if over:
+            self._over.set()
 
-    def wait(self, threads: int) -> None:
-        self._failure.wait(lambda: self._ended == threads)
+    def _is_over(self) -> bool:
+        return self._held == 0 and (self._next == self.items or self.error is not None)
 
 
 _workers: Workers | None = None
