@@ -253,6 +253,11 @@ def test_a_restore_in_between_disturbs_nothing(tmp_path: Path) -> None:
     assert tierckpt.verify(tmp_path / "s").ok
 
 
+def test_a_restore_of_a_process_alone_leaves_nothing_of_before_to_hasten(tmp_path: Path) -> None:
+    _restores_between(0, str(tmp_path / "s"))
+    assert tierckpt.verify(tmp_path / "s").ok
+
+
 def _waits_for_ever(rank: int, root: str) -> None:
     ckpt = Checkpointer(root, tiers=[Ram(), RARELY], save_on_signal=True, timeout=30)
     ckpt.save(0, state(0, rank)).wait()

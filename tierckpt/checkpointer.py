@@ -23,9 +23,9 @@ from tierckpt.agent.coordinator import Coordinator
 from tierckpt.agent.drain import Drain, Job, Staged
 from tierckpt.agent.handle import SAVED_ONCE, Handle
 from tierckpt.agent.roots import level
-from tierckpt.agent.sealing import Hastened, again
+from tierckpt.agent.sealing import again
 from tierckpt.agent.writing import OwnWriter
-from tierckpt.agreement import Agreement
+from tierckpt.agreement import Agreement, Place
 from tierckpt.arguments import flags, one_of, patterns, takes
 from tierckpt.clock import Clock
 from tierckpt.config import Cadence, Disk, Ram, Tier
@@ -59,6 +59,7 @@ from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.stop import Stop
 from tierckpt.telling import by_rank, warn
+from tierckpt.threads import Signal
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
 
@@ -175,7 +176,8 @@ class Checkpointer:
         self._closed = self._failed = False
         # How far the end has come.
         self._ended, self._ending = 0, threading.RLock()
-        self._hastened: Hastened | None = None
+        # What was hastened last: whether the thread that seals has come to it.
+        self._hastened: Signal | None = None
         self._stop: Stop | None = None
         self._agree(listened)
         _open.add(self)
@@ -184,14 +186,20 @@ class Checkpointer:
 
     def _agree(self, listened: tuple[int, ...]) -> None:
         """What only some rank knows, and all do at the same call."""
-        group = self._group
+        group, numbers = self._group, self._numbers
         seconds = {tier.name: tier.cadence.seconds for tier in self._all_tiers if tier.cadence.seconds is not None}
         self._clock = Clock(seconds, leads=group.rank == 0, alone=group.size == 1)
         asks = bool(listened) or (bool(seconds) and group.size > 1)
-        self._agreement = Agreement(group.clone() if asks else group, self._clock)
+        self._agreement = Agreement(group.clone() if asks else group, Place(lambda: numbers.made), self._clock)
         if listened:
-            hasten, numbers = weakref.WeakMethod(self._hasten), self._numbers
-            self._stop = Stop(listened, self._agreement.wake, lambda: numbers.made, lambda: _call(hasten))
+            me = weakref.ref(self)
+            self._stop = Stop(
+                listened,
+                self._agreement.wake,
+                numbers.meetings,
+                hasten=lambda after: found._hasten(after) if (found := me()) is not None else None,
+                lacks=lambda: (found := me()) is not None and found._lacks,
+            )
             self._agreement.add(self._stop)
         if asks:
             weakref.finalize(self, _forget, self._agreement, self._stop).atexit = False
@@ -264,8 +272,8 @@ class Checkpointer:
             # Before it counts as a call; and here, so that a start with nothing to load refuses what the next one would.
             must_be_right(step, mapping, **how)
             named = patterns(keys)
-            with self._agreement.call(None, self._numbers.mark) as call:
-                return self._restore(call, state, step=step, keys=named, mapping=mapping, **how)
+            call = self._agreement.begin(None, self._numbers.mark)
+            return self._restore(call, state, step=step, keys=named, mapping=mapping, **how)
 
     def _restore(
         self, call: int, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
@@ -386,7 +394,8 @@ class Checkpointer:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
         valid = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_INTEGER
-        with self._calls, self._agreement.call(step if valid else -1, self._numbers.next) as call:
+        with self._calls:
+            call = self._agreement.begin(step if valid else -1, self._numbers.next)
             self._must_be_open()
             last = self._stop is not None and self._stop.now
             if not valid:
@@ -519,8 +528,9 @@ class Checkpointer:
         job.handle._handed_over = True
 
     def _meet(self, call: int) -> None:
-        """Let all ranks give up what only some of them have handed over: those would wait for the others."""
-        if self._group.size > 1 and self._planner.is_planned:
+        """Let all ranks give up what only some of them have handed over: those would wait for the others. Nothing of before is
+        hastened after that."""
+        if self._planner.is_planned and (self._group.size > 1 or self._ram_tier is not None):
             fence.wait()  # who stands here must not be waited for
             mark = Mark(self._numbers, call)
             if self._ram_tier is not None:
@@ -617,10 +627,16 @@ class Checkpointer:
         """
         return self._stop is not None and self._stop.stops
 
-    def _hasten(self) -> None:
-        """The newest complete step that is only in memory goes to the disk. All ranks do so between the same two calls."""
+    def _hasten(self, after: int) -> None:
+        """The newest complete step that is only in memory goes to the disk, after so many meetings of the ranks."""
         if self._ram_tier is not None:
-            self._hastened = self._ram_tier.sealing.hasten()
+            self._hastened = self._ram_tier.sealing.hasten(after)
+
+    @property
+    def _lacks(self) -> bool:
+        """Whether there is such a step."""
+        tier = self._ram_tier
+        return tier is not None and self._numbers.meetings.saved and tier.sealing.lacks
 
     # Generations
 
@@ -669,7 +685,7 @@ class Checkpointer:
         self._highest = self._continued
         if self._ram is not None:
             self._join(self._ram)
-        self._clock.continues(self._coordinator.generation)
+        self._agreement.continues(self._coordinator.generation)
         self._has_begun = True
 
     @property
@@ -730,12 +746,12 @@ class Checkpointer:
 
     def _take_hastened(self, *, wait: bool) -> None:
         """What a signal has sent to the disk is one of our saves."""
-        hastened = self._hastened
-        if hastened is not None and (wait or hastened.taken.is_set()):
-            hastened.taken.wait()
-            self._hastened = None
-            if hastened.handle is not None:
-                self._handles.append(hastened.handle)
+        if wait and self._hastened is not None:
+            self._hastened.wait()
+        if self._ram_tier is not None:
+            hastened = self._ram_tier.sealing.hastened
+            while hastened:
+                self._handles.append(hastened.popleft())
 
     def close(self) -> None:
         """Finish what is under way, report what failed, give everything back. Called twice it does nothing; after an interrupt
@@ -863,13 +879,6 @@ def _forget(agreement: Agreement, stop: Stop | None) -> None:
     agreement.stop()
     if stop is not None:
         stop.close()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call it, if its object is still there."""
-    found = method()
-    if found is not None:
-        found()
 
 
 #: What a Checkpointer does at its end, one after the other; each may be begun again after an interrupt.

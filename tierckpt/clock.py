@@ -6,12 +6,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from tierckpt.agreement import At, Place
 from tierckpt.telling import warn
 
 
 class Clock:
-    """To be agreed on (see :class:`tierckpt.agreement.Subject`): each time by the steps that the ranks have come to, which are
-    the same ones also where a rank has left calls out.
+    """To be agreed on (see :class:`tierckpt.agreement.Subject`).
 
     Args:
         seconds: for each tier its cadence.
@@ -22,32 +22,19 @@ class Clock:
     def __init__(self, seconds: Mapping[str, float], *, leads: bool, alone: bool) -> None:
         self._seconds, self._leads, self._alone = seconds, leads, alone
         self._since = dict.fromkeys(seconds, time.monotonic())
-        #: The generation, which is the same on all ranks, and the last step that has begun in it.
-        self._last = [0, -1]
-        # The step of the call that is under way, −1: none.
-        self._now = -1
-        #: Tiers that are due at the first step after such a place.
-        self._after: dict[str, list[int]] = {}
+        #: Tiers that are due at the first save past such a place.
+        self._after: dict[str, At] = {}
         #: Tiers that are due in the call that is under way.
         self.due: Collection[str] = ()
 
-    def begin(self, step: int | None) -> None:
+    def begin(self, place: Place | None) -> None:
         """What is due is known from here on."""
         self.due = ()
-        self._now = -1 if step is None else step
-        if self._now >= 0:
-            self._last = [self._last[0], self._now]
-            self.due = self._over() if self._alone else [name for name, at in self._after.items() if self._last > at]
+        if place is not None:
+            self.due = self._over() if self._alone else [name for name, at in self._after.items() if place.is_past(at)]
             for name in self.due:
                 self._after.pop(name, None)
             self.restart(self.due)
-
-    def end(self) -> None:
-        """Nothing depends on it."""
-
-    def continues(self, generation: int) -> None:
-        """A generation has begun, in the call that is under way."""
-        self._last = [generation, self._now]
 
     def restart(self, tiers: Collection[str]) -> None:
         """What counts for these begins now."""
@@ -60,21 +47,17 @@ class Clock:
 
     def wants(self) -> bool:
         """Whether the time of some tier has come, for the first time or once more."""
-        return self._leads and bool(self._over())
+        return self._leads and not self._alone and bool(self._over())
 
-    def place(self) -> list[Any]:
-        """Where this rank is, the tiers whose time has come, and those of before whose step has not begun here."""
-        return [self._last, self._over() if self._leads else [], list(self._after)]
+    def word(self) -> list[Any]:
+        """The tiers whose time has come, and those of before whose save has not begun here."""
+        return [self._over() if self._leads else [], list(self._after)]
 
-    def agree(self, places: Sequence[Any]) -> None:
-        """Due is the first step that no rank has begun. What nobody has come to in all that time is agreed on anew, since steps
-        may have been set back."""
-        last: list[int] = max(last for last, _, _ in places)
-        for name in places[0][1]:
-            if (
-                len({name in waits for _, _, waits in places}) == 1
-            ):  # else some rank is at the step before, which is due there
-                self._after[name] = last
+    def agree(self, at: At, words: Sequence[Any]) -> None:
+        """Due is the first save that no rank has begun. What nobody has come to in all that time is agreed on anew."""
+        for name in words[0][0]:
+            if len({name in waits for _, waits in words}) == 1:  # else some rank is before the save that is due there
+                self._after[name] = at
                 self.restart([name])
 
     def alone(self, lost: str) -> None:

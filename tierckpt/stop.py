@@ -1,13 +1,16 @@
 """What a signal on one rank sets off on all: the newest complete step goes to the disk, and all stop at the same save.
 
-The call after the last that any rank has begun is the same on all, and ``should_stop`` becomes True there.
+The first save past the last that any rank has begun is the same on all, and ``should_stop`` becomes True there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tierckpt import signals
+from tierckpt.agent.calls import Meetings
+from tierckpt.agreement import At, Place
 from tierckpt.telling import warn
 
 
@@ -17,23 +20,23 @@ class Stop:
     Args:
         numbers: the signals that are listened to.
         wake: called from the handler of a signal.
-        made: the number of the last call that has begun, as the other ranks know it.
-        hasten: called once, from any thread, after the same calls on all ranks and while no other begins: takes the newest
-            complete step to the disk.
+        meetings: of the ranks.
+        hasten: has the newest complete step go to the disk after so many meetings; called while none ends.
+        lacks: whether that is only in memory.
     """
 
     def __init__(
         self,
         numbers: tuple[int, ...],
         wake: Callable[[], None],
-        made: Callable[[], int],
-        hasten: Callable[[], None],
+        meetings: Meetings,
+        hasten: Callable[[int], None],
+        lacks: Callable[[], bool],
     ) -> None:
-        self._wake, self._made, self._hasten = wake, made, hasten
+        self._wake, self._meetings, self._hasten, self._lacks = wake, meetings, hasten, lacks
         self._heard: int | None = None
-        self._hastened = self._is_inside = False
-        #: The first call at which all ranks stop.
-        self._at: int | None = None
+        #: All ranks stop at the first save past this place.
+        self._at: At | None = None
         #: Whether all ranks stop here, and whether they do so in the call that is under way.
         self.stops = self.now = False
         why = signals.listen(numbers, self._hear)
@@ -47,37 +50,33 @@ class Stop:
         self._heard = number
         self._wake()
 
-    def begin(self, step: int | None) -> None:
-        """It stops in a call of save() only."""
-        self._is_inside = True
-        self.now = step is not None and not self.stops and self._at is not None and self._made() >= self._at
+    def begin(self, place: Place | None) -> None:
+        """It stops in a save only."""
+        self.now = place is not None and not self.stops and self._at is not None and place.is_past(self._at)
         self.stops = self.stops or self.now
 
-    def end(self) -> None:
-        """What is newest is known where the calls before the stop have ended."""
-        self._is_inside = False
-        self._hasten_in_time()
-
-    def _hasten_in_time(self) -> None:
-        if self._at is not None and not (self._is_inside or self._hastened) and self._made() >= self._at - 1:
-            self._hastened = True
-            self._hasten()
-
     def wants(self) -> bool:
-        """Whether a signal came."""
-        return self._heard is not None and self._at is None
+        """Whether a signal came, or a step has become complete since then and the last save has not."""
+        return self._heard is not None and not self.stops and (self._at is None or self._lacks())
 
-    def place(self) -> int:
-        """The number of the last call that this rank has begun."""
-        return self._made()
+    def word(self) -> list[Any]:
+        """How often this rank has met the others."""
+        return self._meetings.hold()
 
-    def agree(self, places: Sequence[int]) -> None:
-        """All stop at the call that none has begun."""
-        self._at = max(places) + 1
-        self._hasten_in_time()
+    def agree(self, at: At, words: Sequence[Any]) -> None:
+        """All stop at the first save that none has begun, and hasten what is newest where all have met equally often."""
+        self._at = self._at or at
+        met, saved = max(words)
+        try:
+            # After a restore some ranks may be in the next generation, where nothing is complete yet.
+            if saved:
+                self._hasten(met)
+        finally:
+            self._meetings.go_on()
 
     def alone(self, lost: str) -> None:
         """Where nothing can be agreed on any more, signals end this process as they would without us."""
+        self._meetings.go_on()
         if lost and self._at is None:
             signals.leave(self._hear)
             if self._heard is not None:

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tierckpt
 from tests.agent.job import state, values
+from tests.agents import until
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, Ram, config
+from tierckpt.agent.calls import Meetings
 from tierckpt.errors import OutOfStepError, TierckptError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+TIMEOUT = 30.0
 LEFT_OUT = {1: {3, 6, 7, 12}, 2: {7, 9}}
 
 
@@ -154,6 +159,109 @@ def test_they_stop_at_the_same_step_all_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(_stops, 2, str(tmp_path / "s"))
     assert first == second >= 10
     assert tierckpt.latest(tmp_path / "s") == first
+
+
+def _agreed(ckpt: Checkpointer) -> bool:
+    assert ckpt._stop is not None
+    return ckpt._stop._at is not None
+
+
+def _stops_behind(rank: int, root: str, agent: str, signalled: int, meets: bool) -> tuple[int, float]:
+    """When the ranks agree on the stop, rank 1 is two calls behind and leaves one of them out."""
+    began = time.monotonic()
+    tiers = [Ram(), Disk(every=100_000)]
+    with Checkpointer(root, tiers=tiers, agent=agent, save_on_signal=True, timeout=TIMEOUT) as ckpt:
+        for step in range(6):
+            ckpt.save(step, state(step, rank)).wait("ram" if step and agent == "auto" else None)
+        dist.barrier()
+        if rank == 0:
+            ckpt.save(6, state(6, rank))
+            ckpt.save(7, state(7, rank))
+        if rank == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: _agreed(ckpt))
+        dist.barrier()
+        step = 8 if rank == 0 else 7
+        while True:
+            handle = ckpt.save(step, state(step, rank))
+            if ckpt.should_stop:
+                handle.wait("disk")
+                break
+            if meets and agent == "auto":
+                handle.wait("ram")
+            step += 1
+    return step, time.monotonic() - began
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("agent", ["auto", "off"])
+def test_a_call_left_out_right_before_the_stop_shifts_nothing(
+    tmp_path: Path, agent: str, signalled: int, meets: bool
+) -> None:
+    root = tmp_path / "s"
+    for step, seconds in run_ranks(_stops_behind, 2, str(root), agent, signalled, meets):
+        assert step == 8 and seconds < TIMEOUT / 2
+    assert {0, 8} <= set(tierckpt.steps(root)) <= {0, 5, 7, 8}
+    assert agent == "off" or 5 in tierckpt.steps(root), "it was the newest complete step"
+    assert tierckpt.verify(root, every=True).ok
+
+
+def _completes_later(rank: int, root: str) -> bool:
+    """The ranks agree on the stop when rank 0 has made a save that rank 1 has not."""
+    with Checkpointer(root, tiers=[Ram(), Disk(every=100_000)], save_on_signal=True, timeout=TIMEOUT) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state(step, rank)).wait("ram" if step else None)
+        dist.barrier()
+        if rank == 0:
+            ckpt.save(3, state(3, rank))
+            os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: _agreed(ckpt))
+        if rank == 1:
+            ckpt.save(3, state(3, rank))
+        until(lambda: tierckpt.steps(root) == [0, 2, 3])
+        return ckpt.should_stop
+
+
+def test_what_becomes_complete_before_the_stop_goes_to_the_disk_too(tmp_path: Path) -> None:
+    """The loop may never come to another save."""
+    assert run_ranks(_completes_later, 2, str(tmp_path / "s")) == [False, False]
+
+
+#: A rank meets the others, holds, or goes on, as far as it can.
+EVENTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["meet", "hold", "go on"])), max_size=60)
+
+
+@given(events=EVENTS)
+@settings(max_examples=500)
+def test_what_is_agreed_on_is_done_between_the_same_meetings(events: list[tuple[int, str]]) -> None:
+    """Whatever each rank has come to when it holds, and when it hears from the others."""
+    ranks, done = [Meetings(), Meetings()], [[], []]  # type: list[Meetings], list[list[int | str]]
+    held: list[list[int]] = [[], []]
+    agreed: list[int] = []
+
+    def does(rank: int, what: str) -> None:
+        one = ranks[rank]
+        if what == "hold" and not held[rank]:
+            held[rank] = [one.hold()[0]]
+        elif what == "go on" and all(held) and len(agreed) < 2 and rank not in agreed:
+            number = max(met for (met,) in held)
+            one.after(number, lambda: done[rank].append("acted"), lambda: None)
+            one.go_on()
+            one.act()  # as if the thread that meets were idle
+            agreed.append(rank)
+        # A meeting is over for one rank when the other is in it, or past it.
+        elif what == "meet" and not one._held and one._met <= ranks[1 - rank]._met:
+            one.passed(saves=True)
+            done[rank].append(one._met)
+
+    for rank, what in events:
+        does(rank, what)
+    for what in ("hold", "go on", "meet", "meet", "meet"):
+        for rank in (0, 1, 0, 1):
+            does(rank, what)
+    first, second = sorted(done, key=len)
+    assert "acted" in first and second[: len(first)] == first
 
 
 def _counts_down(rank: int, root: str) -> list[int]:

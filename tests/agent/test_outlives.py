@@ -377,7 +377,7 @@ def test_a_signal_after_its_agent_has_died_saves_the_last_step_all_the_same(tmp_
         ckpt.save(0, state(0)).wait()
         ckpt.save(1, state(1)).wait("ram")
         kill(status()["pid"])
-        ckpt._hasten()
+        ckpt._hasten(2)
         ckpt.wait()
         assert tierckpt.steps(root) == [0, 1]
     assert tierckpt.verify(root, every=True).ok

@@ -6,14 +6,15 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tierckpt.errors import OutOfStepError, TierckptError
 from tierckpt.format.canonical import MAX_INTEGER
 from tierckpt.telling import by_rank, ranks, warn
-from tierckpt.threads import Signal
+from tierckpt.threads import Condition, Signal
 
 _log = logging.getLogger("tierckpt")
 
@@ -27,6 +28,68 @@ class Ranks(Protocol):
     def vote(self, what: str, part: Callable[[], bytes], *, tag: int = 0) -> list[bytes]: ...
 
 
+class Meetings:
+    """How often the ranks have met. What they do after a meeting of one number, and before the next, they do in the same order
+    between their steps, whatever calls each has made or left out."""
+
+    def __init__(self) -> None:
+        self._turn = Condition()
+        self._held = False
+        # How many there were, and whether the last was for a save.
+        self._met, self._saved = 0, False
+        #: What is to be done after which, and what has the thread that meets come to it.
+        self._wishes: deque[tuple[int, Callable[[], None], Callable[[], None]]] = deque()
+
+    @property
+    def saved(self) -> bool:
+        """Whether the last was for a save, and nothing waits to be done after it."""
+        return self._saved and not self._wishes
+
+    def hold(self) -> list[Any]:
+        """How often they have met here, and whether the last time was for a save. No meeting ends from here to :meth:`go_on`."""
+        with self._turn.lock:
+            self._held = True
+            return [self._met, self._saved]
+
+    def go_on(self) -> None:
+        """All ranks know after which meeting something is to be done."""
+        with self._turn.lock:
+            self._held = False
+            self._turn.notify_all()
+
+    def after(self, number: int, act: Callable[[], None], come: Callable[[], None]) -> None:
+        """Have the thread that meets do something after so many meetings: no fewer than any rank has held at.
+
+        ``come``: has that thread call :meth:`act`, should it be idle.
+        """
+        with self._turn.lock:
+            self._wishes.append((number, act, come))
+        come()
+
+    def act(self) -> None:
+        """Do what is to be done between the last meeting and the next. By the thread that meets."""
+        while self._wishes and self._wishes[0][0] <= self._met:
+            self._wishes.popleft()[1]()
+
+    def passed(self, *, saves: bool) -> None:
+        """The ranks have met; nothing has been done with it yet."""
+        while not self._count(saves):
+            self.act()
+        with self._turn.lock:
+            waiting = [come for number, _, come in self._wishes if number == self._met]
+        for come in waiting:
+            come()
+
+    def _count(self, saves: bool) -> bool:
+        """One more, unless there is something to do before."""
+        with self._turn.lock:
+            self._turn.wait_for(lambda: not self._held)
+            if self._wishes and self._wishes[0][0] <= self._met:
+                return False
+            self._met, self._saved = self._met + 1, saves
+            return True
+
+
 class Calls:
     """The calls that all ranks make alike, in rounds: a round ends where all meet whatever they have done before.
 
@@ -35,6 +98,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
+        self.meetings = Meetings()
         self._made = 0
         # The round of the last meeting, how many of its calls this rank has left out, and the step that all met at last.
         self._round = self._missed = 0
@@ -80,9 +144,11 @@ class Calls:
         """
         self._waits = step, time.monotonic()
         try:
-            return self._meet(group, call, step, part)
+            told = self._meet(group, call, step, part)
         finally:
             self._waits = None
+        self.meetings.passed(saves=bool(call % (1 << _ROUND)))
+        return told
 
     def _meet(self, group: Ranks, call: int, step: int, part: Callable[[], bytes]) -> list[bytes]:
         what = f"the save of step {step}"

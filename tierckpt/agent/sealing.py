@@ -6,6 +6,7 @@ It has channels of its own, since a step is complete long before the drain has d
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from tierckpt.agent.calls import Mark, Ranks
@@ -18,19 +19,6 @@ from tierckpt.threads import Serial, Signal
 
 #: Tells the agent that all ranks have sealed a step, and whether it is due on the disk.
 TellComplete = Callable[[int, bool], None]
-
-
-class Hastened:
-    """That the newest complete step goes to the disk although it was not due there.
-
-    Attributes:
-        taken: whether it is known which step that is.
-        handle: of that step; None if the newest is on the disk already, or on its way there.
-    """
-
-    def __init__(self) -> None:
-        self.taken = Signal()
-        self.handle: Handle | None = None
 
 
 class Sealing:
@@ -52,19 +40,29 @@ class Sealing:
     ) -> None:
         self._ranks, self._drain, self._slots = ranks, drain, slots
         self._complete, self._drop = complete, drop
-        self._line: Serial[Job | Mark | Hastened] = Serial(self._next, "tierckpt-seal")
+        self._line: Serial[Job | Mark | Signal] = Serial(self._next, "tierckpt-seal")
         #: The newest complete step, if it is only in memory.
         self._only_here: Job | None = None
+        #: Of steps that went to the disk although they were not due there.
+        self.hastened: deque[Handle] = deque()
         #: Steps that the ranks have agreed to save, each once: the handle while it is not known to have gone well.
         self._taken: dict[int, Handle | None] = {}
 
-    def hasten(self) -> Hastened:
-        """Take the newest complete step to the disk whatever the cadence says. All ranks do so between the same two steps."""
-        wish = Hastened()
-        self.put(wish)
-        return wish
+    def hasten(self, after: int) -> Signal:
+        """Take the newest complete step to the disk whatever the cadence says, after so many meetings of the ranks.
 
-    def put(self, job: Job | Mark | Hastened) -> None:
+        Returns: whether the thread has come to it. It has still to do it if it has met the others less often.
+        """
+        come = Signal()
+        self._drain.calls.meetings.after(after, self._hasten, lambda: self.put(come))
+        return come
+
+    @property
+    def lacks(self) -> bool:
+        """Whether the newest complete step is only in memory."""
+        return self._only_here is not None
+
+    def put(self, job: Job | Mark | Signal) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
         self._line.put(job)
 
@@ -77,9 +75,12 @@ class Sealing:
         self._line.close()
         return self._only_here
 
-    def _next(self, job: Job | Mark | Hastened) -> None:
-        if isinstance(job, Hastened):
-            self._hasten(job)
+    def _next(self, job: Job | Mark | Signal) -> None:
+        if isinstance(job, Signal):
+            try:
+                self._drain.calls.meetings.act()
+            finally:
+                job.set()
             return
         if isinstance(job, Mark):
             job.meet(self._ranks)
@@ -94,21 +95,18 @@ class Sealing:
             finally:
                 job.handle._finish(None, error)
 
-    def _hasten(self, wish: Hastened) -> None:
+    def _hasten(self) -> None:
         job, self._only_here = self._only_here, None
+        if job is None:
+            return
+        self.hastened.append(again(job))
         try:
-            if job is None:
-                return
-            wish.handle = again(job)
-            try:
-                self._complete(job.step, True)  # else a newer one would replace it
-            except AgentLostError:
-                job.own = [self._ranks.rank]  # the bytes are here as well
-            except TierckptError as error:
-                job.error = error  # the other ranks drain it: so must this one, to where it can tell them
-            self._drain.put(job)
-        finally:
-            wish.taken.set()
+            self._complete(job.step, True)  # else a newer one would replace it
+        except AgentLostError:
+            job.own = [self._ranks.rank]  # the bytes are here as well
+        except TierckptError as error:
+            job.error = error  # the other ranks drain it: so must this one, to where it can tell them
+        self._drain.put(job)
 
     def _take(self, job: Job) -> None:
         what = f"the save of step {job.step}"
