@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.agreement import At, Place, last
+from tierckpt.agreement import Agreement, At, Place, last
+from tierckpt.format.canonical import JSON
+from tierckpt.group import Group
+from tierckpt.threads import Signal
 
 RANKS = 3
 
@@ -72,3 +78,37 @@ def test_where_steps_are_set_back_all_stop_at_the_same_call(
     at = last([rank.place.told() for rank in ranks])
     found = [(rank.stops(at), rank.made) for rank in ranks]
     assert len(set(found)) == 1 and found[0][0] is not None and found[0][1] > first
+
+
+class Fails:
+    """Nothing can be agreed on with it."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.over = Signal()
+
+    def begin(self, place: Place | None) -> None: ...
+
+    def wants(self) -> bool:
+        raise ZeroDivisionError("it fails")
+
+    def word(self) -> JSON:
+        return None
+
+    def agree(self, at: At, words: Sequence[Any]) -> None: ...
+
+    def alone(self, lost: str) -> None:
+        self.lost.append(lost)
+        self.over.set()
+
+
+def test_whatever_ends_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Who goes by what the ranks agree on would wait for it for ever."""
+    fails = Fails()
+    with caplog.at_level(logging.ERROR, logger="tierckpt"):
+        agreement = Agreement(Group(timeout=10), Place(lambda: 0), fails)
+        agreement.start()
+        agreement.wake()
+        assert fails.over.wait(20)
+        agreement.settle(failed=False)
+    assert fails.lost == ["ZeroDivisionError: it fails"] and "no longer agree" in caplog.text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from tierckpt.errors import LostContactError
 from tierckpt.format.canonical import JSON
 from tierckpt.group import Group
 from tierckpt.threads import Condition, Worker
+
+_log = logging.getLogger("tierckpt")
 
 #: What was the last place of any rank: generation, step, and the number of the call where steps do not ascend.
 At = tuple[int, int, int | None]
@@ -143,6 +146,9 @@ class Agreement:
                 pass
         except LostContactError as error:
             lost = str(error)
+        except Exception as error:
+            _log.exception("the ranks no longer agree on anything")
+            lost = f"{type(error).__name__}: {error}"
         finally:
             with self._turn.lock:
                 self._held = False
