@@ -176,6 +176,22 @@ def test_a_forked_child_dies_of_it_and_tells_nobody(tmp_path: Path) -> None:
         assert not ckpt.should_stop
 
 
+def test_a_forked_child_that_saves_is_told_whatever_was_under_way(tmp_path: Path) -> None:
+    """Locks that were held in the moment of the fork are never given back there."""
+    with Checkpointer(tmp_path / "s", agent="off", save_on_signal=True) as ckpt:
+        ckpt._agreement._held = True
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                ckpt.save(0, state(0))
+            except StateError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        ckpt._agreement._held = False
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.parametrize("given", ["SIGKILL", "SIGSTOP", "SIGWHAT", 4711, ["SIGTERM", "TERM"], "valid_signals", [True]])
 def test_what_is_no_signal_is_refused(tmp_path: Path, given: Any) -> None:
     with pytest.raises(StateError, match="save_on_signal"):

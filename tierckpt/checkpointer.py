@@ -267,8 +267,8 @@ class Checkpointer:
             UntrustedError: the store is not to be believed.
         """
         how = {"strict": strict, "cast": cast, "fallback": fallback, "staged": staged}
+        self._must_be_open()
         with self._calls, self._together(lambda: False):
-            self._must_be_open()
             # Before it counts as a call; and here, so that a start with nothing to load refuses what the next one would.
             must_be_right(step, mapping, **how)
             named = patterns(keys)
@@ -338,8 +338,8 @@ class Checkpointer:
 
     def prepare(self, state: Any) -> None:
         """Plan and warm up for ``state`` ahead of the first save. Collective."""
+        self._must_be_open()
         with self._calls, self._together(lambda: self._planner.is_planned):
-            self._must_be_open()
             self._prepare(state)
 
     @contextmanager
@@ -394,9 +394,9 @@ class Checkpointer:
         """With ``live``, the state is read while it is drained: the caller must not let it change before the end."""
         began = time.perf_counter()
         valid = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_INTEGER
+        self._must_be_open()
         with self._calls:
             call = self._agreement.begin(step if valid else -1, self._numbers.next)
-            self._must_be_open()
             last = self._stop is not None and self._stop.now
             if not valid:
                 self._refuse(
@@ -868,6 +868,7 @@ class Checkpointer:
         return self._closed
 
     def _must_be_open(self) -> None:
+        """Before any lock is taken: in a forked child it may be held by a thread that is not there."""
         if self._closed:
             raise StateError("this Checkpointer has been closed")
         if self._pid != os.getpid():
