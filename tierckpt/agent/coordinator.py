@@ -346,6 +346,14 @@ class Coordinator:
                 return str(error)
         return ""
 
+    def unread(self) -> str:
+        """Why the chain cannot be read to its end; empty once it has been."""
+        try:
+            self.store.refresh()
+        except TierckptError as error:
+            return str(error)
+        return ""
+
     def committed(self, step: int) -> Manifest | None:
         """The manifest of a step of this generation, if the chain that was last read has it."""
         found = self._store.chain.committed.get((self.generation, step)) if self._store is not None else None
@@ -354,9 +362,12 @@ class Coordinator:
     def discard(self, step: int, rank: int) -> None:
         """Remove this rank's files of a step that has failed on some rank and is not published."""
         self._littered = True
-        self._given_up.add((self.generation, step))
+        if self._store is not None:
+            self._given_up.add((self.generation, step))
         if self.discards is not None:
-            return  # an agent may be making it durable: its files go with the next clean-up
+            if self._store is not None:
+                self._discarded()
+            return
         names = [paths.receipt(self.generation, step, rank), paths.shard(self.generation, step, rank)]
         if self._store is not None:
             names.insert(0, paths.manifest(self.generation, step))
@@ -431,11 +442,10 @@ class Coordinator:
             return set()
         try:
             self.discards([step for _, step in sorted(self._given_up)])
+            self.store.refresh()  # it may have committed one, and leaves that alone: so do we
         except TierckptError as error:
             _log.debug("files of steps that have failed stay: %s", error)
             return set(self._given_up)
-        # It may have committed one, and leaves that alone: so do we.
-        self.store.refresh()
         self._given_up.clear()
         return set()
 

@@ -13,7 +13,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tierckpt.agent.calls import Calls, Mark, Ranks
 from tierckpt.agent.coordinator import Coordinator
@@ -53,6 +53,20 @@ class Staged(Protocol):
     @property
     def outlives(self) -> bool:
         """Whether it can be sealed: it lies in memory that outlives this process."""
+
+
+class _Committed(NamedTuple):
+    """What the chain says of a step that failed here.
+
+    Attributes:
+        fenced: why this process can commit nothing any more, if so.
+        unknown: why the chain cannot be read, if so.
+        info: the step, if it is committed.
+    """
+
+    fenced: str = ""
+    unknown: str = ""
+    info: SaveInfo | None = None
 
 
 #: What stands in front of what a rank has staged.
@@ -214,6 +228,8 @@ class Drain:
                 )
             is_new = self._is_new(job, what)
             if is_new:
+                # Before anybody writes: what others reserve meanwhile would count twice.
+                self._ranks.vote(what, lambda: self._make_room(job, shard), tag=job.step)
                 entries = self._ranks.vote(what, lambda: self._write(job, shard), tag=job.step)
                 manifest = self._manifest(job, entries)
         except OutOfStepError:
@@ -222,14 +238,13 @@ class Drain:
             # Rank 0 may have heard everybody and be committing: the files stay until a clean-up knows.
             raise
         except BaseException as error:
-            fenced, found = self._committed(job, what)
-            if found is not None:
-                return found
-            # Every rank removes its own; nobody writes any more once the vote is over.
-            self._coordinator.discard(job.step, self._ranks.rank)
+            found = self._committed(job, what)
+            if found.info is not None:
+                return found.info
+            self._discard(job, found)
             # A newer generation removes what older ones have not finished: then this is why.
-            if fenced:
-                raise FencedError(fenced) from error
+            if found.fenced:
+                raise FencedError(found.fenced) from error
             raise
         if not is_new:
             raise StepExistsError(f"step {job.step} is committed already, by an earlier save; each step is saved once")
@@ -239,11 +254,10 @@ class Drain:
         except LostContactError:
             raise
         except BaseException as error:
-            found = self._committed(job, what)[1]
-            if found is not None and isinstance(error, StepExistsError):
-                return found
-            if found is None:
-                self._coordinator.discard(job.step, self._ranks.rank)
+            found = self._committed(job, what)
+            if found.info is not None and isinstance(error, StepExistsError):
+                return found.info
+            self._discard(job, found)
             raise
         job.handle.timings["write"] = written - began
         job.handle.timings["commit"] = time.perf_counter() - written
@@ -258,37 +272,47 @@ class Drain:
         if job.step > self._highest:
             self._highest = job.step
             return True
-        return self._committed(job, what)[1] is None
+        found = self._committed(job, what)
+        if found.unknown:
+            raise StoreError(f"it cannot be seen whether step {job.step} is committed already: {found.unknown}")
+        return found.info is None
 
-    def _committed(self, job: Job, what: str) -> tuple[str, SaveInfo | None]:
-        """Why this process can commit nothing any more, if so; and the step, should somebody else have committed it: an agent
-        that was told to end, say. Collective."""
+    def _discard(self, job: Job, found: _Committed) -> None:
+        """Every rank removes its own files of a step that is in no chain; nobody writes any more once the vote is over."""
+        if found.info is None and not found.unknown:
+            self._coordinator.discard(job.step, self._ranks.rank)
+
+    def _committed(self, job: Job, what: str) -> _Committed:
+        """Whether somebody has committed the step all the same: an agent that was told to end, say. Collective."""
         told = json.loads(self._ranks.vote(what, lambda: self._look(job.step))[0])
         if "manifest" not in told:
-            return told["fenced"], None
+            return _Committed(told["fenced"], told["unknown"])
         ready = Manifest.decode(told["manifest"].encode(), what=f"the manifest of step {job.step}")
-        return "", _info(ready, told["head"])
+        return _Committed(info=_info(ready, told["head"]))
 
     def _look(self, step: int) -> bytes:
         """What rank 0's chain says of a step that failed here."""
         if self._ranks.rank:
             return b"{}"
-        fenced = self._coordinator.fenced()
+        fenced, unknown = self._coordinator.fenced(), self._coordinator.unread()
         manifest = self._coordinator.committed(step)
         if manifest is None:
-            return json.dumps({"fenced": fenced}).encode()
+            return json.dumps({"fenced": fenced, "unknown": unknown}).encode()
         head = self._coordinator.store.chain.links[-1].digest
         return json.dumps({"manifest": manifest.encode().decode(), "head": head}).encode()
 
     def _commit(self, what: str, manifest: Manifest, layout: bytes, *, pinned: bool) -> dict[str, Any]:
         return publish(self._ranks, self._coordinator, what, manifest, layout, pinned=pinned)
 
+    def _make_room(self, job: Job, shard: Shard) -> bytes:
+        self._coordinator.room_for(shard.total, job.step, self._ranks.rank)
+        return b""
+
     def _write(self, job: Job, shard: Shard) -> bytes:
         """Make this rank's shard and then its receipt durable."""
         if job.error is not None:
             raise job.error
         coordinator, rank = self._coordinator, self._ranks.rank
-        coordinator.room_for(shard.total, job.step, rank)
         title = Title(coordinator.run, coordinator.generation, job.step, rank, self._ranks.size)
         writer = OwnWriter() if job.own else self.writer
         return writer.write(coordinator.place, title, shard)

@@ -141,7 +141,8 @@ def discard(generation: Generation, steps: Collection[int]) -> None:
         for step in steps:
             if (generation.number, step) not in store.chain.committed:
                 found = place.list(paths.step_dir(generation.number, step))
-                place.remove(leftovers.in_order(info.name for info in found if leftovers.belongs(info.name)))
+                names = leftovers.in_order(info.name for info in found if leftovers.belongs(info.name))
+                place.remove([*names, paths.step_dir(generation.number, step)])
 
 
 def _coordinator(generation: Generation) -> Coordinator | None:

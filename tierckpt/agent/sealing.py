@@ -45,8 +45,9 @@ class Sealing:
         self._only_here: Job | None = None
         #: Of steps that went to the disk although they were not due there.
         self.hastened: deque[Handle] = deque()
-        #: Steps that the ranks have agreed to save, each once: the handle while it is not known to have gone well.
-        self._taken: dict[int, Handle | None] = {}
+        #: Steps that the ranks have agreed to save, each once, until it is known what became of them; and those that failed.
+        self._taken: dict[int, Handle] = {}
+        self._spent: set[int] = set()
 
     def hasten(self, after: int) -> Signal:
         """Take the newest complete step to the disk whatever the cadence says, after so many meetings of the ranks.
@@ -115,11 +116,11 @@ class Sealing:
         if skipped:
             self._skip(job, ("ram", "disk"), f"step {job.step} was skipped: {_where(skipped)}")
             return
-        job.handle._taken = True
-        self._taken[job.step] = job.handle
         offers = job.agree([said[1:] for said in told])
         if job.due or not job.own:
             shard = job.settle(self._ranks, what, offers)
+        job.handle._taken = True
+        self._taken[job.step] = job.handle
         if not job.own:
             sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
             job.own = [rank for rank, said in enumerate(sealed) if said == _SILENT]
@@ -193,12 +194,11 @@ class Sealing:
         """Raise StepExistsError if this rank knows of an earlier save of ``step`` that may be in some memory or on its way to the
         disk: two of one name could be put together, or one be written over the other."""
         for other, handle in list(self._taken.items()):
-            if handle is not None and handle._ended.is_set():
-                if handle.error is None:
-                    del self._taken[other]  # whoever made it knows
-                else:
-                    self._taken[other] = None
-        if step in self._taken:
+            if handle._ended.is_set():
+                del self._taken[other]
+                if handle.error is not None:  # else whoever made it knows
+                    self._spent.add(other)
+        if step in self._taken or step in self._spent:
             raise StepExistsError(f"step {step} {SAVED_ONCE}")
 
     def _make_room(self, job: Job, told: Sequence[bytes]) -> None:
