@@ -141,8 +141,7 @@ def discard(generation: Generation, steps: Collection[int]) -> None:
         for step in steps:
             if (generation.number, step) not in store.chain.committed:
                 found = place.list(paths.step_dir(generation.number, step))
-                names = leftovers.in_order(info.name for info in found if leftovers.belongs(info.name))
-                place.remove([*names, paths.step_dir(generation.number, step)])
+                place.remove(leftovers.in_order(info.name for info in found if leftovers.belongs(info.name)))
 
 
 def _coordinator(generation: Generation) -> Coordinator | None:
