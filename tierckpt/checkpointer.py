@@ -156,6 +156,10 @@ class Checkpointer:
         self._arena = Arena(config.SLOTS)
         # With an agent, from the beginning of a generation on.
         self._ram_tier: RamTier | None = None
+        # That of the generation before, until this one has its own.
+        self._older_tier: RamTier | None = None
+        # For changing it: another thread may just be handing over to it.
+        self._tier_lock = threading.Lock()
         self._sealing_channels = self._group
         self._planner = Planner(self._group)
         self._handles: list[Handle] = []
@@ -629,8 +633,9 @@ class Checkpointer:
 
     def _hasten(self, after: int) -> None:
         """The newest complete step that is only in memory goes to the disk, after so many meetings of the ranks."""
-        if self._ram_tier is not None:
-            self._hastened = self._ram_tier.sealing.hasten(after)
+        with self._tier_lock:
+            if self._ram_tier is not None:
+                self._hastened = self._ram_tier.sealing.hasten(after)
 
     @property
     def _lacks(self) -> bool:
@@ -659,6 +664,7 @@ class Checkpointer:
             return chain.newest
 
         self._has_begun = False  # until all of this has been done
+        self._leave_tier()
         self._steps.clear()
         self._done.clear()
         self._spent.clear()
@@ -713,13 +719,19 @@ class Checkpointer:
                 "or begin anew with fresh=True"
             )
 
+    def _leave_tier(self) -> None:
+        """What is in memory of the generation before is its agent's from here on: nothing of it goes down under the name of the
+        next one, even if that never comes to begin."""
+        with self._tier_lock:
+            if self._ram_tier is not None:
+                self._older_tier, self._ram_tier = self._ram_tier, None
+        if self._older_tier is not None:
+            self._older_tier.finish()
+
     def _join(self, policy: Ram) -> None:
         """Take part in the generation with the node's agent; where one node has none, all do without. Collective."""
-        before = self._ram_tier
-        if before is None:
+        if self._sealing_channels is self._group:
             self._sealing_channels = self._group.clone()
-        else:
-            before.finish()
         memory = RamTier(policy, self._group, self._sealing_channels, self._coordinator, self._drain)
         try:
             memory.join()
@@ -732,8 +744,9 @@ class Checkpointer:
         else:
             self._ram_tier = memory
             weakref.finalize(self, memory.sealing.stop).atexit = False
-        if before is not None:
-            before.replaced()
+        if self._older_tier is not None:
+            self._older_tier.replaced()
+            self._older_tier = None
 
     # The end
 
@@ -791,8 +804,9 @@ class Checkpointer:
         self._drain.close()
 
     def _end_memory(self) -> None:
-        if self._ram_tier is not None:
-            self._ram_tier.close(failed=self._failed)
+        for tier in (self._ram_tier, self._older_tier):
+            if tier is not None:
+                tier.close(failed=self._failed)
         self._arena.close()
 
     def _end_links(self) -> None:

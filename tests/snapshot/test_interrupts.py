@@ -16,14 +16,15 @@ import pytest
 import torch
 
 import tierckpt
-from tests.agent.job import state
+from tests.agent.job import state, values
 from tests.agents import status
 from tests.harness import run_ranks
-from tierckpt import Checkpointer, Disk, Ram, TierckptError, checkpointer, group
+from tierckpt import Checkpointer, Disk, FencedError, Ram, TierckptError, checkpointer, group
 from tierckpt.agent import client, coordinator, protocol, roots, sealing
 from tierckpt.config import config_dir
 from tierckpt.restore import attempt, choice, load, settle
 from tierckpt.snapshot import ram, remote, staging
+from tierckpt.snapshot.ram import RamTier
 from tierckpt.state import planner, recall, stepping
 from tierckpt.tiers import store, trust
 
@@ -224,6 +225,35 @@ def _some_are_interrupted(rank: int, root: str, agent: str, restores: bool, numb
         with Checkpointer(root, agent="off") as ckpt:
             ckpt.save(9, state(9, rank)).wait()
     _goes_on(root, agent, restores, number, rank, hits=rank in who)
+
+
+@pytest.mark.parametrize("then", ["restore", "save", "close"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, FencedError])
+def test_a_restore_that_ends_between_two_generations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], then: str
+) -> None:
+    """The chain has the next one, and this process has not joined it: what is in memory goes down in none but its own."""
+    root = tmp_path / "s"
+
+    def refuses(*_: object) -> None:
+        raise kind("here")
+
+    ckpt = Checkpointer(root, tiers=[Ram(), Disk(every=100)])
+    ckpt.restore(state(-1))
+    ckpt.save(0, state(0)).wait()
+    ckpt.save(1, state(1)).wait("ram")
+    with monkeypatch.context() as patched, pytest.raises(kind):
+        patched.setattr(RamTier, "join", refuses)
+        ckpt.restore(state(-1))
+    if then == "restore":
+        found = state(-1)
+        info = ckpt.restore(found)
+        assert info is not None and info.step == 1 and values(found, 0) == {1.0}
+    elif then == "save":
+        ckpt.save(2, state(2)).wait()
+    ckpt.close()
+    assert set(tierckpt.steps(root)) >= {0, 1}
+    assert tierckpt.verify(root, every=True).ok
 
 
 def _first_is_interrupted(rank: int, root: str, every: int | str, number: int) -> str:
