@@ -701,3 +701,14 @@ def test_an_older_generation_of_another_chain_is_no_reason_to_fence(client: Clie
     second.join(joining(tmp_path, 3, begun=[*begun(2), (3, derive("b", b"3").hex())]))
     seal(second, 1, take(second))
     second.close()
+
+
+def test_a_fork_keeps_no_connection_that_is_just_being_made(client: Client) -> None:
+    """Else the agent takes a trainer that was killed for alive as long as its data loaders are there."""
+    channel = client._reach(False, time.monotonic() + 10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if channel.sock.fileno() < 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert channel.sock.fileno() >= 0
+    channel.close()

@@ -216,3 +216,54 @@ def test_an_interrupted_load_leaves_the_state_alone(
     assert len(hits) > 20
     if prepare is _forget and not any(where.startswith("pipeline.py") for where in hits):
         pytest.skip("this file system reads past no page cache")
+
+
+class _TwiceInterrupted(workers.Job):
+    """A second interrupt comes while the first is noted down."""
+
+    noted: BaseException | None = None
+    times = 0
+
+    @property  # type: ignore[override]
+    def error(self) -> BaseException | None:
+        return self.noted
+
+    @error.setter
+    def error(self, error: BaseException | None) -> None:
+        self.noted = error
+        self.times += error is not None
+        if self.times == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_second_interrupt_while_the_first_is_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, inside, begun, waited = threading.Lock(), 0, threading.Event(), threading.Event()
+
+    def work(index: int, scratch: Any) -> None:
+        nonlocal inside
+        with lock:
+            inside += 1
+        begun.set()
+        waited.wait(20)
+        with lock:
+            inside -= 1
+
+    def begin() -> None:
+        workers.workers()._tasks.put(job.all)
+        begun.wait(20)
+        raise KeyboardInterrupt
+
+    def waits() -> bool:
+        waited.set()
+        return wait()
+
+    job = _TwiceInterrupted(60, work)
+    wait = job._over.wait
+    monkeypatch.setattr(job._over, "wait", waits)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            job.run(begin)
+        still = inside
+    finally:
+        waited.set()
+    assert job.times == 2 and still == 0

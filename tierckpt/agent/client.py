@@ -26,6 +26,8 @@ from tierckpt.threads import Signal
 _LONG = frozenset({"bye", "carry", "discard", "fetch", "held", "write"})
 #: Requests for which an agent is started. Every other one is about what one holds.
 _STARTING = frozenset({"discard", "slot"})
+#: Seconds before an agent that has just hung up is tried once more.
+_PAUSE = 0.02
 #: Seconds between two looks whether an agent that does not answer is still needed.
 _LOOK = 0.5
 
@@ -295,6 +297,7 @@ class Client:
                 # One that was just ending takes no more connections: the next one will.
                 if time.monotonic() >= deadline:
                     raise _NoAgentError(f"the agent of run {self.run} does not answer: {error}") from error
+                self._closed.wait(_PAUSE)
             except BaseException:
                 if channel is not self._life:  # of which others may know by now
                     channel.close()
@@ -317,6 +320,7 @@ class Client:
             if sock is None:
                 raise _NoAgentError(f"the agent of run {self.run} ended as soon as it was started: {home.last_words()}")
         channel = Channel(sock)
+        _channels.add(channel)
         if channel.user != os.getuid():
             channel.close()
             raise StoreError(f"{home.socket if home else ''} belongs to user {channel.user}: it is not used")
@@ -401,7 +405,8 @@ class Client:
         patience = self._joining.deadline if self._joining is not None else 0.0
         with self._lock:
             if self._life is not None:
-                self._idle.insert(0, self._life)
+                if self._life not in self._idle:  # where an interrupt came before it was forgotten here
+                    self._idle.insert(0, self._life)
                 self._life = None
         try:
             while self._idle and not self.silent:
@@ -476,14 +481,15 @@ def launch(home: Home, node: str, run: str) -> None:
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
+#: All that are open, also those that are just being made and known to nobody else.
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _forked() -> None:
     """A forked child must not keep its parent's connections open: the agent would take the parent for alive."""
+    for channel in list(_channels):
+        channel.close()
     for client in list(_clients):
-        life = [] if client._life is None else [client._life]
-        for channel in [*client._idle, *client._busy, *life]:
-            channel.close()
         client._idle, client._busy, client._life = [], set(), None
         client.silent = False
         client._lock = threading.Lock()

@@ -115,7 +115,8 @@ class Intake:
         try:
             self._job.run(begin)
         finally:
-            self._threads.keep(buffers)
+            if self._job.is_over:  # else interrupts have got through: somebody may still read into them
+                self._threads.keep(buffers)
 
     def _next(self, buffer: _native.Buffer) -> None:
         """Have the next part read into ``buffer``, if there is one when its turn comes."""

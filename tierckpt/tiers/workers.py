@@ -118,19 +118,25 @@ class Job:
             What was raised first.
         """
         begun = False
-        # One frame does both, and all of it in one block: there is no instruction between them at which it could be left.
+        # One frame does both, and all of it in one block: there is no instruction between them at which it could be left. After
+        # an interrupt there is one, where the loop goes back: a second block is around it.
         while True:
             try:
-                if not begun:
-                    begun = True
-                    begin()
-                with self._lock:
-                    over = self._is_over()
-                if not over:
-                    self._over.wait()
+                while True:
+                    try:
+                        if not begun:
+                            begun = True
+                            begin()
+                        with self._lock:
+                            over = self._is_over()
+                        if not over:
+                            self._over.wait()
+                        break
+                    except BaseException as error:
+                        # Without the lock, and no call: a second interrupt finds next to no room.
+                        self.error = self.error or error
                 break
             except BaseException as error:
-                # Without the lock, and no call: a second interrupt finds next to no room.
                 self.error = self.error or error
         # What still lies in a queue keeps nothing of the caller's alive.
         del self._work
@@ -157,6 +163,12 @@ class Job:
         with self._lock:
             self._held += 1
         return partial(self._end, work)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has an item any more, nor will."""
+        with self._lock:
+            return self._is_over()
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
