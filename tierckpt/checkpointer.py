@@ -165,10 +165,9 @@ class Checkpointer:
         self._handles: list[Handle] = []
         # Whether there is a generation to save in.
         self._has_begun = False
-        # Steps of this generation that are under way, those that are done, and those that failed and may be in memory.
+        # Steps of this generation that are under way, and those that are done.
         self._steps: dict[int, Handle] = {}
         self._done: set[int] = set()
-        self._spent: set[int] = set()
         # No step of this generation's lineage is above it; whether somebody was told that steps are saved below the newest.
         self._highest, self._told_of_lower = -1, False
         #: Why memory had no room for the last step that was to be only there, of which somebody was told.
@@ -387,7 +386,7 @@ class Checkpointer:
 
         Raises:
             StateError, LayoutError: the state cannot be saved; the message names the path.
-            StepExistsError: this step was saved before.
+            StepExistsError: this step was saved before; where an agent may hold it, also if that save failed.
             FencedError: a newer generation of the run has begun.
         """
         handle = self._save(step, state, metadata=metadata, pin=pin, live=False)
@@ -476,7 +475,7 @@ class Checkpointer:
                     f"{self._place.url}: this process has already saved step {step}; each step is saved once"
                 ),
             )
-        if step in self._spent or (before is not None and before._taken):
+        if self._ram_tier is not None and self._ram_tier.sealing.has(step):
             self._refuse(call, StepExistsError(f"{self._place.url}: step {step} {SAVED_ONCE}"))
         note: list[Any] = []
 
@@ -667,7 +666,6 @@ class Checkpointer:
         self._leave_tier()
         self._steps.clear()
         self._done.clear()
-        self._spent.clear()
         self._told_of_lower = False
         if looks and not chosen and not self._fresh and self._ram is not None:
             self._try_settling(
@@ -836,8 +834,6 @@ class Checkpointer:
                 del self._steps[handle.step]
                 if handle.error is None:
                     self._done.add(handle.step)
-                elif handle._taken:
-                    self._spent.add(handle.step)
             if handle.error is not None and not handle._told and handle not in kept:
                 handle._told = True
                 self._report(handle)

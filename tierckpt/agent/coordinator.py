@@ -338,8 +338,7 @@ class Coordinator:
     def fenced(self) -> str:
         """Why this process can commit nothing any more; empty if it can, or where that cannot be told."""
         if self._store is not None:
-            with contextlib.suppress(StoreError, IntegrityError, UntrustedError):  # told of when it matters
-                self._store.refresh()
+            self.unread()  # told of when it matters
             try:
                 self._store.must_be_current(self.generation)
             except FencedError as error:

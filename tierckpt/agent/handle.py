@@ -71,8 +71,6 @@ class Handle:
         self._lend: Callable[[], object] = _nothing
         #: Whether another thread has it, and finishes it.
         self._handed_over = False
-        #: Whether memory that outlives this process may have the step, whatever becomes of this save: it is saved no second time.
-        self._taken = False
         #: What must live until the save has ended.
         self._owner: object = None
         self._pid = os.getpid()

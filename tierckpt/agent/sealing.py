@@ -63,6 +63,10 @@ class Sealing:
         """Whether the newest complete step is only in memory."""
         return self._only_here is not None
 
+    def has(self, step: int) -> bool:
+        """Whether the ranks have agreed to save this step, and the save is under way or has failed. From any thread."""
+        return step in self._taken or step in self._spent
+
     def put(self, job: Job | Mark | Signal) -> None:
         """Hand over a step that this rank has sealed, or the reason why not."""
         self._line.put(job)
@@ -119,7 +123,6 @@ class Sealing:
         offers = job.agree([said[1:] for said in told])
         if job.due or not job.own:
             shard = job.settle(self._ranks, what, offers)
-        job.handle._taken = True
         self._taken[job.step] = job.handle
         if not job.own:
             sealed = self._ranks.vote(what, lambda: _seal(job, shard), tag=job.step)
@@ -195,10 +198,10 @@ class Sealing:
         disk: two of one name could be put together, or one be written over the other."""
         for other, handle in list(self._taken.items()):
             if handle._ended.is_set():
-                del self._taken[other]
                 if handle.error is not None:  # else whoever made it knows
                     self._spent.add(other)
-        if step in self._taken or step in self._spent:
+                del self._taken[other]
+        if self.has(step):
             raise StepExistsError(f"step {step} {SAVED_ONCE}")
 
     def _make_room(self, job: Job, told: Sequence[bytes]) -> None:
