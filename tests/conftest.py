@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -25,7 +26,7 @@ if "CI" not in os.environ:
     settings.load_profile("tierckpt")
 
 DEFAULT_LIMIT = 60.0
-# How long after its limit a test that never comes back to Python takes the whole process with it.
+# How long after its limit what never comes back to Python takes the whole process with it.
 HARD_STOP = 20.0
 REAL_STDERR = pytest.StashKey[int]()
 
@@ -95,18 +96,10 @@ def _limit(item: pytest.Item) -> float:
     return float(marker.args[0]) if marker else DEFAULT_LIMIT
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """For fixtures and native code that hang: all stacks, then the end of the process."""
-    faulthandler.dump_traceback_later(_limit(item) + HARD_STOP, exit=True, file=item.config.stash[REAL_STDERR])
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+@contextlib.contextmanager
+def _limited(item: pytest.Item) -> Iterator[None]:
+    """A phase of a test that takes too long fails; where that does not get through (native code, a lock), all stacks are
+    told and the process ends. Armed anew for each phase: pytest disarms the latter whenever a phase has failed."""
     limit = _limit(item)
 
     def expired(number: int, frame: FrameType | None) -> None:
@@ -115,8 +108,28 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, limit)
+    faulthandler.dump_traceback_later(limit + HARD_STOP, exit=True, file=item.config.stash[REAL_STDERR])
     try:
-        return (yield)
+        yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with _limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with _limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    with _limited(item):
+        return (yield)

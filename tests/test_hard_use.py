@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
-import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
+from tests.forking import forked
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, Disk, IntegrityError, LayoutError, StateError, StepExistsError, StoreError
 from tierckpt.tiers.disk import DiskPlace
@@ -213,19 +213,10 @@ def test_threads_may_save_at_once(tmp_path: Path) -> None:
     assert tierckpt.steps(root) == list(range(12)) and tierckpt.verify(root, every=True).ok
 
 
-def _save_in_child(root: str) -> None:
-    tierckpt.save({"w": torch.full((3,), 7.0)}, root, step=7)
-
-
 def test_a_forked_child_saves_by_itself(tmp_path: Path) -> None:
     root = tmp_path / "s"
     tierckpt.save({"w": torch.ones(3)}, root, step=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = multiprocessing.get_context("fork").Process(target=_save_in_child, args=(str(root),))
-        child.start()
-    child.join(40)
-    assert child.exitcode == 0
+    assert forked(lambda: tierckpt.save({"w": torch.full((3,), 7.0)}, root, step=7)) == 0
     assert tierckpt.read(root)["w"].tolist() == [7, 7, 7]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tierckpt
 from tests.agent.job import state, values
 from tests.agents import gone, until
+from tests.forking import forked
 from tests.harness import run_ranks, spawn
 from tierckpt import Checkpointer, Disk, Ram, StateError, signals
 
@@ -32,18 +33,12 @@ def _notice(number: int = signal.SIGTERM) -> None:
 
 def _child_told() -> int:
     """How a forked child ends that gets SIGTERM."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writes, b"x")
-        signal.alarm(20)
+
+    def waits() -> None:
         while True:
             signal.pause()
-    os.read(reads, 1)
-    os.close(reads)
-    os.close(writes)
-    os.kill(child, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    return forked(waits, signals=(signal.SIGTERM,))
 
 
 def _until_it_stops(ckpt: Checkpointer, step: int, rank: int = 0) -> int:
@@ -179,17 +174,15 @@ def test_a_forked_child_dies_of_it_and_tells_nobody(tmp_path: Path) -> None:
 def test_a_forked_child_that_saves_is_told_whatever_was_under_way(tmp_path: Path) -> None:
     """Locks that were held in the moment of the fork are never given back there."""
     with Checkpointer(tmp_path / "s", agent="off", save_on_signal=True) as ckpt:
-        ckpt._agreement._held = True
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            try:
+
+        def saves() -> None:
+            with pytest.raises(StateError, match="forked"):
                 ckpt.save(0, state(0))
-            except StateError as error:
-                os._exit(0 if "forked" in str(error) else 1)
-            os._exit(2)
+
+        ckpt._agreement._held = True
+        code = forked(saves)
         ckpt._agreement._held = False
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert code == 0
 
 
 @pytest.mark.parametrize("given", ["SIGKILL", "SIGSTOP", "SIGWHAT", 4711, ["SIGTERM", "TERM"], "valid_signals", [True]])

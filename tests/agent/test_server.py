@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.agents import end_all, gone, kill, status, statuses, until
+from tests.forking import forked
 from tierckpt import _native, config
 from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
@@ -706,9 +707,10 @@ def test_an_older_generation_of_another_chain_is_no_reason_to_fence(client: Clie
 def test_a_fork_keeps_no_connection_that_is_just_being_made(client: Client) -> None:
     """Else the agent takes a trainer that was killed for alive as long as its data loaders are there."""
     channel = client._reach(False, time.monotonic() + 10)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if channel.sock.fileno() < 0 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def look() -> None:
+        assert channel.sock.fileno() < 0
+
+    assert forked(look) == 0
     assert channel.sock.fileno() >= 0
     channel.close()

@@ -5,9 +5,6 @@ Copies are held at a gate that the test opens, so that every order of events is 
 
 from __future__ import annotations
 
-import os
-import select
-import signal
 import sys
 import threading
 from collections import deque
@@ -20,6 +17,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.forking import forked
 from tests.harness import run_ranks
 from tierckpt import Checkpointer, TornSnapshotError
 from tierckpt.snapshot import fence
@@ -299,18 +297,9 @@ def test_a_child_forked_in_the_middle_of_a_copy_trains_on(tmp_path: Path, gate: 
         handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
         gate.arrived.wait()
         with fence._lock:
-            child = os.fork()
-            if child == 0:
-                optimizer.step()
-                os._exit(0)
-        descriptor = os.pidfd_open(child)
-        try:
-            assert select.select([descriptor], [], [], 20)[0]
-        finally:
-            os.close(descriptor)
-            os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == 0
+            code = forked(optimizer.step)
         gate.open.set()
+        assert code == 0
         handle.wait()
 
 
@@ -485,12 +474,9 @@ def test_a_forked_child_does_not_wait_for_its_parents_copies(tmp_path: Path, gat
     step(model, optimizer)
     with Checkpointer(tmp_path / "s", agent="off") as ckpt:
         ckpt.save(1, {"model": model, "optimizer": optimizer})
-        child = os.fork()
-        if child == 0:
-            fence.wait()
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        code = forked(fence.wait)
         gate.open.set()
+        assert code == 0
 
 
 def test_nothing_is_left_of_a_copy(tmp_path: Path) -> None:
