@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -218,7 +219,8 @@ class Holdings:
     def numbers(self, generation: Generation, rank: int) -> list[int]:
         """The slots that ``rank`` has."""
         with self.change:
-            return [slot.number for slot in generation.by_rank.get(rank, ())]
+            slots = list(generation.by_rank.get(rank, ()))
+        return [slot.number for slot in slots]
 
     def _full(self, generation: Generation, size: int) -> str:
         lacks = self.memory.lacks(size) or f"each rank has {generation.slots} slots, which are in use (Ram(slots=…))"
@@ -526,20 +528,22 @@ class Holdings:
     def undone(self) -> list[Generation]:
         """Generations whose trainers are gone and of which something may still be written."""
         with self.change:
-            return [g for g in self.generations.values() if not (g.alive or g.settled or g.fenced)]
+            found = [g for g in self.generations.values() if not (g.alive or g.settled or g.fenced)]
+        return found
 
     def needed(self, idle: float) -> float:
         """Seconds for which the agent is needed at least: infinite while a trainer is there."""
         with self.change:
             current = [g for g in self.generations.values() if not g.fenced]
             if any(generation.alive for generation in current):
-                return float("inf")
+                return math.inf
             members = [member for generation in current for member in generation.members.values()]
             # After a good-bye of everybody nobody comes back for what the disk has; after a death they do.
             done = not any(generation.owes for generation in current)
             if done and members and all(member.left for member in members):
                 return 0.0
-            return max(0.0, self.seen + idle - time.monotonic())
+            left = self.seen + idle - time.monotonic()
+        return max(0.0, left)
 
     def status(self) -> dict[str, JSON]:
         """For ``tierckpt status``."""

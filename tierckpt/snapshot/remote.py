@@ -112,15 +112,16 @@ class RemoteArena:
                     return slot
                 slot.release()
             try:
-                return self._acquire(size, wait)
+                slot = self._acquire(size, wait)
             except AgentSilentError:
                 raise
             except AgentLostError:
                 # Nothing of this save was in the agent that died: a new one does.
-                return self._acquire(size, wait)
+                slot = self._acquire(size, wait)
         finally:
             with self._lock:
                 self._asking.discard(asking)
+        return slot
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE

@@ -168,7 +168,8 @@ class Job:
     def is_over(self) -> bool:
         """Whether nobody has an item any more, nor will."""
         with self._lock:
-            return self._is_over()
+            over = self._is_over()
+        return over
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
