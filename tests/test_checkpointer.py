@@ -215,6 +215,9 @@ def test_steps_below_what_was_restored_are_told_once(tmp_path: Path, agent: str)
 def test_a_counter_that_begins_anew_in_the_middle_of_a_run_is_told(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", agent="off") as ckpt:
         assert not _told_of_lower(ckpt, [0, 10, 20])
+        with pytest.raises(tierckpt.StepExistsError), warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is not saved at all
+            ckpt.save(10, _state(10))
         (told,) = _told_of_lower(ckpt, [1, 11])
         assert "step 1 is saved although there is step 20" in told
 

@@ -433,6 +433,7 @@ class Checkpointer:
                 self._handles.append(handle)
                 if not self._has_begun:
                     self._begin(None, chosen=False, unread=None if live or always else step)
+                self._must_be_new(call, step)
                 if not (live or always):
                     self._look_below(step)
                 fenced = not (live or always or stepping.is_under_way())
@@ -454,6 +455,18 @@ class Checkpointer:
             raise
         return handle
 
+    def _must_be_new(self, call: int, step: int) -> None:
+        before = self._steps.get(step)
+        if step in self._done or (before is not None and before.error is None):
+            self._refuse(
+                call,
+                StepExistsError(
+                    f"{self._place.url}: this process has already saved step {step}; each step is saved once"
+                ),
+            )
+        if self._ram_tier is not None and self._ram_tier.sealing.has(step):
+            self._refuse(call, StepExistsError(f"{self._place.url}: step {step} {SAVED_ONCE}"))
+
     def _snapshot(
         self,
         call: int,
@@ -469,16 +482,6 @@ class Checkpointer:
     ) -> None:
         """The first time all ranks meet, and what is wrong is raised on all of them. Later each goes on by itself, and what
         is wrong on one fails on all when their drains meet."""
-        before = self._steps.get(step)
-        if step in self._done or (before is not None and before.error is None):
-            self._refuse(
-                call,
-                StepExistsError(
-                    f"{self._place.url}: this process has already saved step {step}; each step is saved once"
-                ),
-            )
-        if self._ram_tier is not None and self._ram_tier.sealing.has(step):
-            self._refuse(call, StepExistsError(f"{self._place.url}: step {step} {SAVED_ONCE}"))
         note: list[Any] = []
 
         def mine() -> bytes:

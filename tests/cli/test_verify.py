@@ -77,7 +77,7 @@ def test_other_checkpoints_are_checked_when_asked_for(cli: Cli, branched: Branch
 
 
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
-@pytest.mark.parametrize(("step", "reason"), [(1, "it was retired"), (9, "it was never saved")])
+@pytest.mark.parametrize(("step", "reason"), [(1, "it was retired"), (9, "it was never saved, or only to memory")])
 def test_a_step_that_is_not_there_is_status_2_unless_something_is_wrong(
     cli: Cli, branched: Branched, step: int, reason: str, json_option: tuple[str, ...]
 ) -> None:

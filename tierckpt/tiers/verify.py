@@ -182,7 +182,7 @@ def why_absent(store: Store, step: int) -> str:
     elif any(key is not None and key[1] == step for key in (leftovers.step_of(f.name) for f in store.place.list())):
         reason = "it was never committed (there are files of it, of a save that did not finish)"
     else:
-        reason = "it was never saved"
+        reason = "it was never saved, or only to memory"
     there = ", ".join(str(ref.step) for ref in reversed(chain.lineage()[:20])) or "none"
     return f"{store.url}: there is no checkpoint of step {step}: {reason}. Committed: {there}"
 
