@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +14,6 @@ from tierckpt import Handle, threads
 from tierckpt.agent import handle as handles
 from tierckpt.threads import Serial, Signal, Worker
 
-PACKAGE = Path(threads.__file__).parent
 #: Whose instructions are interrupted: those that the interpreter's own modules make in between, too.
 FILES = {threads.__file__, handles.__file__, threading.__file__}
 
@@ -198,35 +194,3 @@ def test_what_is_taken_where_a_thread_was_refused(monkeypatch: pytest.MonkeyPatc
     serial.put(2)
     serial.close()
     assert taken == [1, 2]
-
-
-def _ends_in_call(value: ast.expr) -> bool:
-    if isinstance(value, ast.BoolOp):
-        return _ends_in_call(value.values[-1])
-    if isinstance(value, ast.IfExp):
-        return _ends_in_call(value.body) or _ends_in_call(value.orelse)
-    return isinstance(value, ast.Call | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Await)
-
-
-def _returned_calls(block: Iterable[ast.stmt]) -> Iterator[int]:
-    for statement in block:
-        if isinstance(statement, ast.Return) and statement.value is not None and _ends_in_call(statement.value):
-            yield statement.lineno
-        elif not isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            for part in (statement, *getattr(statement, "handlers", ())):
-                for field in ("body", "orelse"):
-                    yield from _returned_calls(getattr(part, field, ()))
-
-
-def test_no_call_is_returned_out_of_a_block_that_has_to_be_left() -> None:
-    """CPython lets a signal in when a call returns, and has by then, in ``return call()``, left what the block guards: a lock
-    would be held for ever, and a ``finally`` skipped. Context managers that are made for the block go with it."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            lasts = isinstance(node, ast.With) and any(not isinstance(i.context_expr, ast.Call) for i in node.items)
-            if lasts or (isinstance(node, ast.Try) and node.finalbody):
-                handlers = [one for handler in getattr(node, "handlers", ()) for one in handler.body]
-                lines = _returned_calls([*node.body, *handlers, *getattr(node, "orelse", ())])
-                found += [f"{path.relative_to(PACKAGE)}:{line}" for line in lines]
-    assert not found, found

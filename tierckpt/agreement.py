@@ -168,8 +168,7 @@ class Agreement:
 
         def mine() -> bytes:
             with self._turn.lock:
-                wants = [subject.wants() for subject in self._subjects]
-            return json.dumps([wants, self._leaving]).encode()
+                return json.dumps([[subject.wants() for subject in self._subjects], self._leaving]).encode()
 
         told = [json.loads(word) for word in self._ranks.vote("whether there is anything to agree on", mine)]
         leaving = {leaves for _, leaves in told}

@@ -276,8 +276,7 @@ class Checkpointer:
             must_be_right(step, mapping, **how)
             named = patterns(keys)
             call = self._agreement.begin(None, self._numbers.mark)
-            found = self._restore(call, state, step=step, keys=named, mapping=mapping, **how)
-        return found
+            return self._restore(call, state, step=step, keys=named, mapping=mapping, **how)
 
     def _restore(
         self, call: int, state: Any, *, step: int | None, mapping: Mapping | None, keys: Any, **how: bool
@@ -425,11 +424,10 @@ class Checkpointer:
                     for tier in self._all_tiers
                     if self._is_due(tier, step, always=live or always or last) or pin
                 ]
-                if self._disk.name in due:
-                    due = names  # what goes to the disk is in memory first
-                handle = Handle(step, names, due)
                 if not due:
-                    return handle
+                    return Handle(step, names, ())
+                # What goes to the disk is in memory first.
+                handle = Handle(step, names, names if self._disk.name in due else due)
                 self._handles.append(handle)
                 if not self._has_begun:
                     self._begin(None, chosen=False, unread=None if live or always else step)

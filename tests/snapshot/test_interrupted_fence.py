@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import dis
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.interrupts import Interrupted, interrupted
 from tierckpt.snapshot import fence
 from tierckpt.snapshot.device import Jobs
-
-#: After these instructions a signal's handler may run.
-_CHECKED = {"CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"}
-
-
-class _Interrupt(BaseException):
-    pass
 
 
 def _interrupted(number: int, call: Callable[[], object]) -> bool:
     """Whether ``call`` was interrupted, at the place of that number in the fence."""
-    seen: dict[int, str] = {}
-    left = number
-
-    def inside(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if event == "opcode":
-            before = seen.get(id(frame), "RESUME")
-            seen[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if before in _CHECKED:
-                left -= 1
-                if left == 0:
-                    sys.settrace(None)
-                    raise _Interrupt
-        return inside
-
-    def outside(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != fence.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        return inside
-
-    before = sys.gettrace()
-    sys.settrace(outside)
-    try:
-        call()
-    except _Interrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    return bool(interrupted(number, [fence.__file__], call, kind=Interrupted))
 
 
 def test_an_interrupt_anywhere_at_the_fence_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dis
 import hashlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import tierckpt
+from tests.interrupts import interrupted
 from tierckpt import _native, threads
 from tierckpt.config import IO_THREADS, WRITES
 from tierckpt.format.digest import CHUNK
@@ -24,8 +22,6 @@ from tierckpt.tiers.base import Reader, Writer
 from tierckpt.tiers.pipeline import Intake, Pipeline
 
 FILES = {module.__file__ for module in (pipeline, workers, threads)}
-#: After these, and where a function begins, Python lets a signal in.
-LETS_IN = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 BLOCK = bytes(100_000)
 
 
@@ -37,47 +33,9 @@ def _let_others_run() -> None:
         hashlib.sha256(BLOCK)  # without the lock of the interpreter
 
 
-class _Interrupt:
-    """A KeyboardInterrupt at the ``number``-th moment at which a signal could come in, in this thread and some modules.
-
-    Args:
-        late: when others have taken what was put, as far as this thread has no lock that they need.
-    """
-
-    def __init__(self, number: int, late: bool) -> None:
-        self.left, self.late, self.where = number, late, ""
-        self._last: dict[FrameType, str] = {}
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            if self._last.get(frame, "RESUME").startswith(LETS_IN):
-                self.left -= 1
-                if self.left == 0:
-                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                    self._last.clear()
-                    sys.settrace(None)
-                    if self.late:
-                        _let_others_run()
-                    raise KeyboardInterrupt
-            self._last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return self
-
-
 def _interrupted(number: int, late: bool, work: Callable[[], object]) -> str:
-    """Where the work was interrupted; empty if it has fewer moments."""
-    hit, before = _Interrupt(number, late), sys.gettrace()
-    try:
-        sys.settrace(hit)
-        work()
-        sys.settrace(before)
-    except KeyboardInterrupt:
-        assert hit.where
-    finally:
-        sys.settrace(before)
-    return hit.where
+    """With ``late``, when others have taken what was put, as far as this thread has no lock that they need."""
+    return interrupted(number, FILES, work, first=_let_others_run if late else None)
 
 
 def _rest() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -219,8 +218,7 @@ class Holdings:
     def numbers(self, generation: Generation, rank: int) -> list[int]:
         """The slots that ``rank`` has."""
         with self.change:
-            slots = list(generation.by_rank.get(rank, ()))
-        return [slot.number for slot in slots]
+            return [slot.number for slot in generation.by_rank.get(rank, ())]
 
     def _full(self, generation: Generation, size: int) -> str:
         lacks = self.memory.lacks(size) or f"each rank has {generation.slots} slots, which are in use (Ram(slots=…))"
@@ -528,22 +526,20 @@ class Holdings:
     def undone(self) -> list[Generation]:
         """Generations whose trainers are gone and of which something may still be written."""
         with self.change:
-            found = [g for g in self.generations.values() if not (g.alive or g.settled or g.fenced)]
-        return found
+            return [g for g in self.generations.values() if not (g.alive or g.settled or g.fenced)]
 
     def needed(self, idle: float) -> float:
         """Seconds for which the agent is needed at least: infinite while a trainer is there."""
         with self.change:
             current = [g for g in self.generations.values() if not g.fenced]
             if any(generation.alive for generation in current):
-                return math.inf
+                return float("inf")
             members = [member for generation in current for member in generation.members.values()]
             # After a good-bye of everybody nobody comes back for what the disk has; after a death they do.
             done = not any(generation.owes for generation in current)
             if done and members and all(member.left for member in members):
                 return 0.0
-            left = self.seen + idle - time.monotonic()
-        return max(0.0, left)
+            return max(0.0, self.seen + idle - time.monotonic())
 
     def status(self) -> dict[str, JSON]:
         """For ``tierckpt status``."""

@@ -32,15 +32,14 @@ def settle(holdings: Holdings, generation: Generation, deadline: float) -> bool:
     """
     steps = _to_write(holdings, generation)
     try:
-        settled = not steps or _settle(holdings, generation, steps, deadline)
+        return not steps or _settle(holdings, generation, steps, deadline)
     except Exception as error:
         holdings.note(f"what the trainers of generation {generation.number} left could not be drained: {error}")
-        settled = False
+        return False
     finally:
         for step in steps.values():
             for snapshot in step.snapshots.values():
                 holdings.let_go(snapshot)
-    return settled
 
 
 def _to_write(holdings: Holdings, generation: Generation) -> dict[int, Step]:

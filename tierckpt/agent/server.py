@@ -150,9 +150,8 @@ class Server:
             if self.ending:
                 # It may have been told so, or have waited long enough, since it looked at what is to be drained.
                 seen_to = all(one.settled or one.fenced for one in self.holdings.generations.values())
-                left = 0.0 if seen_to else max(self._patience, _PAUSE)
-            else:
-                left = float("inf") if self.stays else self.holdings.needed(self._idle)
+                return 0.0 if seen_to else max(self._patience, _PAUSE)
+            left = float("inf") if self.stays else self.holdings.needed(self._idle)
         return None if left == float("inf") else left
 
     def _close(self) -> bool:

@@ -87,7 +87,7 @@ class Memory:
             self._numbers += 1
             number = self._numbers
         try:
-            slot = _make(number, wanted)
+            return _make(number, wanted)
         except (OSError, MemoryError) as error:
             with self._lock:
                 self.held -= wanted
@@ -97,7 +97,6 @@ class Memory:
         finally:
             with self._lock:
                 self._making -= wanted
-        return slot
 
     def close(self, slot: Slot) -> None:
         """Give a slot back to the system; a trainer that still has it mapped keeps its own view."""

@@ -112,16 +112,15 @@ class RemoteArena:
                     return slot
                 slot.release()
             try:
-                slot = self._acquire(size, wait)
+                return self._acquire(size, wait)
             except AgentSilentError:
                 raise
             except AgentLostError:
                 # Nothing of this save was in the agent that died: a new one does.
-                slot = self._acquire(size, wait)
+                return self._acquire(size, wait)
         finally:
             with self._lock:
                 self._asking.discard(asking)
-        return slot
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE

@@ -94,9 +94,9 @@ class DiskPlace(Place):
             with self._told(name, "read"):
                 data = bytearray(size)
                 got = _native.read_at(fd, data, 0) if size else 0
+            return bytes(data[:got])
         finally:
             os.close(fd)
-        return bytes(data[:got])
 
     def open(self, name: str) -> Reader:
         fd = self._open_regular(name)

@@ -168,8 +168,7 @@ class Job:
     def is_over(self) -> bool:
         """Whether nobody has an item any more, nor will."""
         with self._lock:
-            over = self._is_over()
-        return over
+            return self._is_over()
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
