@@ -68,7 +68,7 @@ def test_small_tensors_have_two_writers_for_each_64_mib() -> None:
 def test_small_tensors_go_to_ranks_that_have_less_to_write() -> None:
     # Rows of 6 over 4 ranks: 2, 2, 2, 0.
     cut = Cut(Mesh.of(range(4), (4,)), (0,), (0,))
-    tensors = [Gridded(cut, (6, MIB), 1), Gridded(replicated(4), (100,), 4)]
+    tensors = [Gridded(cut, (6, MIB), 1), Gridded(replicated(4), (100_000,), 4)]
     choices, _ = choose(4, tensors, [])
     assert choices == [(0, 1), (3, 1)]
 
@@ -141,3 +141,21 @@ def test_sixteen_thousand_replicas_of_a_thousand_large_tensors_take_no_time() ->
     assert time.process_time() - began < 2
     total = written(16384, tensors, choices)
     assert max(total) <= 1.3 * sum(total) / 16384
+
+
+def test_what_is_tiny_comes_from_the_first_replica() -> None:
+    """The statistics of BatchNorm, which differ between the ranks of DDP, must be those of one rank."""
+    sizes = [(512,), (512,), (), (1 << 14,)] * 50
+    tensors = [Gridded(replicated(4), (1 << 20,), 4)] * 40 + [Gridded(replicated(4), shape, 4) for shape in sizes]
+    tensors += [Gridded(hsdp(2, 2), (64,), 4)] * 3
+    choices, _ = choose(4, tensors, [])
+    assert choices[40:] == [(0, 1)] * (len(tensors) - 40)
+    assert len({first for first, _ in choices[:40]}) > 1
+    total = written(4, tensors, choices)
+    assert max(total) <= 1.1 * min(total), "large tensors make up for it"
+
+
+def test_very_many_tiny_tensors_are_spread() -> None:
+    tensors = [Gridded(replicated(4), (1 << 14,), 4)] * 4000
+    total = written(4, tensors, choose(4, tensors, [])[0])
+    assert max(total) <= sum(total) // 2

@@ -45,13 +45,15 @@ def test_small_tensors_and_values_are_compared_at_every_save(tmp_path: Path) -> 
     assert all(result == results[0] for result in results)
     equal, tensor, value = results[0]
     assert equal == []
-    assert tensor == ["own: ranks 0-1, 3 | 2 hold different replicas; saves take that of rank 1"]
+    assert tensor == ["own: ranks 0-1, 3 | 2 hold different replicas; saves take that of rank 0"]
     assert value == ["n: ranks 0-1 | 2-3 hold different replicas; saves take that of rank 0"]
 
 
 def _all_differ(rank: int, root: str) -> list[str]:
     with Checkpointer(root, agent="off") as ckpt:
-        return _said(ckpt, 0, {**{f"w{i}": torch.full((8 + i,), float(rank)) for i in range(4)}, "n": rank})
+        sizes = {"mean": 8, "var": 8, "w0": 20_000, "w1": 20_001, "w2": 20_002}
+        state = {**{name: torch.full((n,), float(rank)) for name, n in sizes.items()}, "n": rank}
+        return [line for step in range(TURNS) for line in _said(ckpt, step, state)]
 
 
 def test_what_is_said_to_be_saved_is(tmp_path: Path) -> None:
@@ -60,6 +62,32 @@ def test_what_is_said_to_be_saved_is(tmp_path: Path) -> None:
     told = {line.partition(":")[0]: int(line.rpartition("rank ")[2]) for line in lines}
     assert told == {name: int(value if name == "n" else value[0]) for name, value in found.items()}
     assert len(set(told.values())) > 1
+    assert told["mean"] == told["var"] == told["n"] == 0, "what belongs together is of one rank"
+
+
+def _batch_norm(rank: int, root: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+    )
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(rank)
+    with Checkpointer(root, agent="off") as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            model(torch.randn(16, 4) * (1 + rank)).sum().backward()
+            ckpt.save(step, {"model": model}).wait()
+        mine = [each.clone() for each in model.buffers()]
+        ckpt.restore({"model": model})
+    return [*mine, *model.buffers()]
+
+
+def test_the_statistics_of_batch_norm_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Mean and variance of different ranks together would be those of no data at all."""
+    first, second = run_ranks(_batch_norm, 2, str(tmp_path / "store"))
+    saved, others, half = first[:6], second[:6], len(first) // 2
+    assert not torch.equal(saved[0], others[0])
+    assert all(map(torch.equal, first[half:], saved)) and all(map(torch.equal, second[half:], saved))
 
 
 def _sharded(rank: int, root: str) -> list[str]:

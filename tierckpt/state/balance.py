@@ -22,6 +22,13 @@ SMALL = 4 << 20
 SMALL_SHARE = 64 << 20
 """Bytes of small tensors for which there are two writers."""
 
+TINY = 64 << 10
+"""Bytes up to which a tensor is tiny: its first replica writes it, so that what belongs together comes from one rank where ranks
+differ, as the running statistics of BatchNorm do."""
+
+TINY_SHARE = 64 << 20
+"""Bytes of tiny tensors, the smallest of them, for which that holds."""
+
 PART = 4 << 20
 """Bytes below which a box is not split further."""
 
@@ -52,8 +59,8 @@ def choose(
     """(first replica, number of replicas) that write each gridded tensor, and the rank that writes each
     offered piece.
 
-    First what leaves no choice is counted; then small tensors, two writers for each 64 MiB; then listed
-    pieces; then large tensors, split over as few replicas as it takes to be level.
+    First what leaves no choice is counted; then tiny tensors, by the first replica; then small ones, two writers for each 64 MiB;
+    then listed pieces; then large tensors, split over as few replicas as it takes to be level.
     """
     choices = [(0, 1)] * len(gridded)
     writers = [piece.ranks[0] for piece in offered]
@@ -68,8 +75,12 @@ def choose(
     # Those with the widest choice of ranks come first among the small, last among the large ones.
     order = sorted(groups, key=lambda cut: cut.mesh.size // cut.replicas)
     small = {cut: [i for i in groups[cut] if prod(gridded[i].shape) * gridded[i].item < SMALL] for cut in order}
+    rest = {}
     for cut in order:
-        _Group(cut, loads).place_small(gridded, small[cut], choices)
+        tiny = set(_Group(cut, loads).place_tiny(gridded, small[cut]))
+        rest[cut] = [i for i in small[cut] if i not in tiny]
+    for cut in order:
+        _Group(cut, loads).place_small(gridded, rest[cut], choices)
     level = loads.tolist()
     for number, piece in enumerate(offered):
         if len(piece.ranks) > 1:
@@ -149,6 +160,18 @@ class _Group:
         for level, r in chosen:
             added[r] = level - levels[r]
         self.loads[self.ranks] += added[:, None]
+
+    def place_tiny(self, gridded: Sequence[Gridded], members: list[int]) -> list[int]:
+        """Those of ``members`` that the first replica writes."""
+        sizes = {i: prod(gridded[i].shape) * gridded[i].item for i in members}
+        found, total = [], 0
+        for i in sorted(members, key=lambda i: (sizes[i], i)):
+            if sizes[i] > TINY or total + sizes[i] > TINY_SHARE:
+                break
+            found.append(i)
+            total += self.box(gridded[i])[1]
+        self.loads[self.ranks[0]] += total
+        return found
 
     def place_large(self, gridded: Sequence[Gridded], members: list[int], choices: list[tuple[int, int]]) -> None:
         if not members:
