@@ -72,7 +72,8 @@ def slot_ahead(ckpt: Checkpointer) -> bool:
     assert ckpt._ram_tier is not None
     arena = ckpt._ram_tier.arena
     ahead = until(lambda: arena._ahead)
-    return ahead.result() is not None
+    ahead.wait()
+    return ahead.slot is not None
 
 
 def at_the_next_write(ckpt: Checkpointer, act: Callable[[], object]) -> None:

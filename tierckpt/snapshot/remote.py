@@ -78,7 +78,7 @@ class RemoteArena:
         self._open: dict[int, _Ticket] = {}
         #: The newest complete step that was due only in memory, −1: none.
         self._resting = -1
-        self._tickets: weakref.WeakSet[_Ticket] = weakref.WeakSet()
+        self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
         #: What the agent could not be told while it did not answer.
         self._untold: list[tuple[str, int | None, dict[str, JSON]]] = []
 
@@ -102,11 +102,14 @@ class RemoteArena:
             FencedError: a newer generation has begun.
         """
         asking = _Asking()
+        ahead = slot = None
         try:
             with self._lock:
                 ahead, self._ahead = self._ahead, None
                 self._asking.add(asking)
-            slot = ahead.result() if ahead is not None else None
+            if ahead is not None:
+                ahead.wait()
+                slot = ahead.slot
             if slot is not None:
                 if len(slot.buffer) >= size and self._client.is_there(slot.epoch):
                     return slot
@@ -118,35 +121,51 @@ class RemoteArena:
             except AgentLostError:
                 # Nothing of this save was in the agent that died: a new one does.
                 return self._acquire(size, wait)
+        except BaseException:
+            # Whoever keeps its traceback keeps all that the frames in it refer to.
+            if ahead is not None:
+                slot = slot or ahead.slot
+                ahead.dropped, ahead.slot = True, None
+            self._give_up(None if slot is None else slot._ticket)
+            raise
         finally:
             with self._lock:
                 self._asking.discard(asking)
 
     def _acquire(self, size: int, wait: float) -> RemoteSlot:
         patience = wait + size / config.AGENT_SLOT_RATE
-        with self._lock:  # so that it knows of all before it
-            ticket = _Ticket()
-            self._tickets.add(ticket)
-            held: list[JSON] = [other.number for other in list(self._tickets)]
-        asked: dict[str, JSON] = {"size": size, "wait": int(wait * 1000), "ticket": ticket.number, "held": held}
-        with self._client.request("slot", (), patience, **asked) as reply, self._lock:
-            self._must_know_agent()
-            number, capacity = reply.fields["slot"], reply.fields["capacity"]
-            if type(number) is not int or type(capacity) is not int:
-                raise StoreError("the agent gave a slot without a number")
-            live = reply.fields["live"]
-            if type(live) is list:
-                for gone in self._mapped.keys() - set(live):
-                    del self._mapped[gone]
-            buffer = self._mapped.get(number)
-            if buffer is None or len(buffer) != capacity:
-                descriptor = reply.take()
-                try:
-                    buffer = self._mapped[number] = _native.Buffer.of(descriptor, capacity)
-                finally:
-                    os.close(descriptor)
-                pin_ahead(buffer)
-        return RemoteSlot(self, number, buffer, self._epoch, ticket)
+        ticket = _Ticket()
+        try:
+            with self._lock:  # so that it knows of all before it
+                self._tickets[ticket.number] = ticket
+                held: list[JSON] = list(self._tickets)
+            asked: dict[str, JSON] = {"size": size, "wait": int(wait * 1000), "ticket": ticket.number, "held": held}
+            with self._client.request("slot", (), patience, **asked) as reply, self._lock:
+                self._must_know_agent()
+                number, capacity = reply.fields["slot"], reply.fields["capacity"]
+                if type(number) is not int or type(capacity) is not int:
+                    raise StoreError("the agent gave a slot without a number")
+                live = reply.fields["live"]
+                if type(live) is list:
+                    for gone in self._mapped.keys() - set(live):
+                        del self._mapped[gone]
+                buffer = self._mapped.get(number)
+                if buffer is None or len(buffer) != capacity:
+                    descriptor = reply.take()
+                    try:
+                        buffer = self._mapped[number] = _native.Buffer.of(descriptor, capacity)
+                    finally:
+                        os.close(descriptor)
+                    pin_ahead(buffer)
+            return RemoteSlot(self, number, buffer, self._epoch, ticket)
+        except BaseException:
+            self._give_up(ticket)
+            raise
+
+    def _give_up(self, ticket: _Ticket | None) -> None:
+        """Whoever has it, it counts no more."""
+        if ticket is not None:
+            self._tickets.pop(ticket.number, None)
 
     def _must_know_agent(self) -> None:
         if self._client.epoch != self._epoch:
@@ -269,7 +288,7 @@ class RemoteArena:
     def _forget(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.result()
+            ahead.wait()
         self._mapped.clear()
 
 
@@ -278,17 +297,21 @@ class _Ahead:
 
     def __init__(self, get: Callable[[], RemoteSlot]) -> None:
         self._get = get
-        self._slot: RemoteSlot | None = None
+        #: Once it is ready, if there was one to be had.
+        self.slot: RemoteSlot | None = None
+        #: Nobody wants it any more.
+        self.dropped = False
         self._thread = Worker(self._run, "tierckpt-slot")
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._slot = self._get()
+            self.slot = self._get()
         except TierckptError as error:
             _log.debug("no slot ahead: %s", error)  # who needs it will ask, and be told
+        if self.dropped:
+            self.slot = None
 
-    def result(self) -> RemoteSlot | None:
-        """The slot, once it is ready; None if there was none to be had."""
+    def wait(self) -> None:
+        """Until it is ready, or known that there is none."""
         self._thread.finish()
-        return self._slot
