@@ -414,3 +414,70 @@ def test_a_thread_that_the_system_refuses_once_costs_one_save_at_most(
         ckpt.save(2, state).wait()
     assert refused
     assert tierckpt.steps(tmp_path / "s")[-1] == 2
+
+
+class _Counting(torch.nn.Linear):
+    """Its extra state makes the state one that is taken apart at each save."""
+
+    def get_extra_state(self) -> int:
+        return self.in_features
+
+    def set_extra_state(self, state: int) -> None:
+        self.in_features = state
+
+
+def _empty_groups(kind: type[torch.nn.Linear], count: int, part: int = 0) -> dict[str, Any]:
+    """A stage whose optimizer has one group with parameters between ``count`` without."""
+    model = torch.nn.ModuleDict({str(part): kind(2, 2)})
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 9.0} for _ in range(count)]
+    groups.insert(1, {"params": list(model.parameters())})
+    return {"model": model, "optim": torch.optim.AdamW(groups, lr=9.0)}
+
+
+def _hyper(state: dict[str, Any]) -> list[tuple[float, float]]:
+    return [(group["lr"], group["weight_decay"]) for group in state["optim"].param_groups]
+
+
+def _save_empty_groups(rank: int, root: str, kind: type[torch.nn.Linear], stages: bool, counts: list[int]) -> None:
+    part = rank if stages else 0
+    state = _empty_groups(kind, 1, part)
+    expected = {}
+    with Checkpointer(root, agent="off") as ckpt:
+        for step, count in enumerate(counts):
+            while len(state["optim"].param_groups) < count + 1:
+                state["optim"].add_param_group({"params": []})
+            for number, group in enumerate(state["optim"].param_groups):
+                group.update(lr=float(number + 10 * step), weight_decay=number / 8)
+            expected[step] = _hyper(state)
+            ckpt.save(step, state).wait()
+    for step, count in enumerate(counts):
+        fresh = _empty_groups(kind, count, part)
+        assert not tierckpt.load(fresh, root, step=step).untouched
+        assert _hyper(fresh) == expected[step]
+        assert [group["lr"] for group in tierckpt.read(root, step=step)["optim"]["param_groups"][: count + 1]] == [
+            lr for lr, _ in expected[step]
+        ]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, _Counting])
+def test_groups_without_parameters_keep_what_is_their_own(tmp_path: Path, kind: type[torch.nn.Linear]) -> None:
+    """Several have the same parameters, none; one more may come while training."""
+    _save_empty_groups(0, str(tmp_path / "s"), kind, False, [3, 3, 3, 4, 4])
+    _save_empty_groups(0, str(tmp_path / "added"), kind, False, [1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_groups_without_parameters_on_several_ranks(tmp_path: Path, stages: bool) -> None:
+    for number, counts in enumerate(([1, 1, 2], [2, 2, 2])):
+        run_ranks(_save_empty_groups, 2, str(tmp_path / f"s{number}"), torch.nn.Linear, stages, counts)
+
+
+def test_groups_without_parameters_under_a_mapping(tmp_path: Path) -> None:
+    state = _empty_groups(torch.nn.Linear, 2, 0)
+    for number, group in enumerate(state["optim"].param_groups):
+        group.update(lr=float(number))
+    tierckpt.save(state, tmp_path / "s", step=1)
+    fresh = _empty_groups(torch.nn.Linear, 2, 1)
+    mapping = tierckpt.Mapping([tierckpt.Rename("model.0", "model.1")])
+    tierckpt.load(fresh, tmp_path / "s", mapping=mapping)
+    assert _hyper(fresh) == _hyper(state)

@@ -215,11 +215,12 @@ class _Match:
         assert isinstance(written, Branch)
         prefix = below(saved.name)
         rest: list[_Group] = []
-        for group, key, live in zip(self.groups, self.node.groups.keys, written.children, strict=True):
+        keys = self.node.groups.keys
+        if self.origins:
+            keys = optimizers.group_keys([self._before(group.names) for group in self.groups])
+        for group, key, live in zip(self.groups, keys, written.children, strict=True):
             if not any(matcher.wanted(path) for path in (live.name, *(leaf.name for leaf in _leaves(live)))):
                 continue
-            if self.origins:
-                key = optimizers.group_key(self._before(group.names))
             if prefix + key in matcher.nodes:
                 group.hyper = matcher.grow(prefix + key, live, matcher.allocate_cpu)
                 self.saved_names.update(group.names)

@@ -1,7 +1,8 @@
 """What an ``Optimizer`` saves, keyed by the names of its parameters.
 
 It flattens to ``{"state": {name: {key: …}}, "param_groups": {group: {"params": [names], **hyper}}}``. A group
-is keyed by a digest of its parameters' names, so that groups of different pipeline stages never share a name.
+is keyed by a digest of its parameters' names, so that groups of different pipeline stages never share a name
+(empty groups of a stage are told apart by their order).
 Names are the qualified names of the parameters within the one module of the state that holds them all; if it
 takes several modules, with the dotted path of the module before each. An optimizer none of whose parameters
 is in a module of the state uses the ``param_names`` of its groups (``torch >= 2.6``), and where there are
@@ -76,7 +77,7 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
             twice = sorted({str(name) for name in flat if flat.count(name) > 1})
             raise StateError(f"{what()}: several parameters of the optimizer are called {', '.join(twice[:5])}")
         parts = {identity: part for _, contents in modules for identity, part in contents.flat.items()}
-        return Groups(found, [group_key(group) for group in found], by_position=False, flat=parts)
+        return Groups(found, group_keys(found), by_position=False, flat=parts)
     known = {identity for _, contents in modules for identity in contents.parameters}
     nameless = [
         f"group {g}, parameter {i}"
@@ -94,7 +95,7 @@ def name_groups(optimizer: Optimizer, modules: Sequence[tuple[str, Contents]], *
     for group in groups:
         positions.append(list(range(start, start + len(group))))
         start += len(group)
-    return Groups(positions, [group_key(group) for group in positions], by_position=True)
+    return Groups(positions, group_keys(positions), by_position=True)
 
 
 def _by_module(
@@ -113,8 +114,18 @@ def _by_module(
     return None
 
 
-def group_key(names: Sequence[ParameterName]) -> str:
-    """The key under which a group with these parameters is stored."""
+def group_keys(groups: Sequence[Sequence[ParameterName]]) -> list[str]:
+    """The keys under which groups with these parameters are stored."""
+    keys: list[str] = []
+    empty = 0
+    for names in groups:
+        # The second empty group has the key of two parameters without names, which cannot be, and so on.
+        keys.append(_digest(names or [""] * (empty + 1)))
+        empty += not names
+    return keys
+
+
+def _digest(names: Sequence[ParameterName]) -> str:
     return "g" + hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
 
 
