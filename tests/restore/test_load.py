@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict, namedtuple
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tierckpt
 from tests.harness import run_ranks
-from tierckpt import IncompleteError, LayoutError, Mapping, PerRank, Rename
+from tierckpt import Checkpointer, IncompleteError, LayoutError, Mapping, PerRank, Rename
 
 T = torch.ones(2)
 
@@ -178,3 +180,56 @@ def test_a_root_that_is_no_store_says_what_it_is(tmp_path: Path) -> None:
             with pytest.raises(IncompleteError) as caught:
                 reads(named)
             assert f"{named}: {message}" in str(caught.value)
+
+
+def _told_that_nothing_met(how: str, state: Any, root: Path, **arguments: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if how == "load":
+            tierckpt.load(state, root, strict=False, **arguments)
+        else:
+            with Checkpointer(root, agent="off") as ckpt:
+                ckpt.restore(state, strict=False, **arguments)
+    return [str(one.message) for one in told if "strict=False" in str(one.message)]
+
+
+@pytest.mark.parametrize("how", ["load", "restore"])
+def test_a_state_of_which_no_tensor_is_in_the_checkpoint_is_told(tmp_path: Path, how: str) -> None:
+    model, root = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tmp_path / "s"
+    tierckpt.save({"model": model, "lr": 1.0}, root, step=4)
+    state: dict[str, Any]
+    for state in (model.state_dict(), {"net": model, "lr": 2.0}, {"n": 0, "net": {"array": np.zeros(4000)}}):
+        (text,) = _told_that_nothing_met(how, state, root)
+        assert str(root) in text and "step 4" in text and "mapping=" in text
+        assert "the checkpoint model.0.bias, model.0.weight, model.1.bias, …" in text
+    (text,) = _told_that_nothing_met(how, {"net": model, "lr": 2.0}, root, keys=["net.*", "lr"], step=4)
+    assert "the state has net.0.weight, net.0.bias, net.1.weight, …" in text
+    rename = Mapping([Rename("model", "net")])
+    assert _told_that_nothing_met(how, {"net": model}, root, mapping=rename) == []
+
+
+@pytest.mark.parametrize("how", ["load", "restore"])
+def test_a_state_of_which_a_part_is_in_the_checkpoint_is_not_told_of(tmp_path: Path, how: str) -> None:
+    model, root = torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "s"
+    tierckpt.save({"model": model, "lr": 1.0}, root, step=1)
+    more = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for state, keys in (
+        ({"model": more, "other": T}, None),
+        ({"net": model, "lr": 2.0}, ["lr"]),
+        ({"lr": 2.0, "epoch": 3}, None),
+        ({"other": T, "lr": 2.0}, ["l*", "epoch"]),
+    ):
+        assert _told_that_nothing_met(how, state, root, keys=keys) == []
+    tierckpt.save({"own": PerRank(1)}, tmp_path / "values", step=1)
+    assert _told_that_nothing_met(how, {"model": model, "own": PerRank(0)}, tmp_path / "values") == []
+
+
+def _met_by_rank(rank: int, root: str, name: str) -> list[int]:
+    own = {"a": T.clone()} if rank else {"b": T.clone()}
+    tierckpt.save(own, root, step=1)
+    states = {"here" if rank else name: T.clone()}, {f"no {name}": T.clone()}
+    return [len(_told_that_nothing_met("load", state, Path(root))) for state in states]
+
+
+def test_one_rank_tells_and_only_if_no_rank_has_a_tensor(tmp_path: Path) -> None:
+    assert run_ranks(_met_by_rank, 2, str(tmp_path / "a"), "a") == [[0, 1], [0, 0]]

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import compress, count
+from itertools import compress, count, islice
 from operator import add, is_, le, not_
 from typing import Any
 
@@ -84,6 +84,7 @@ def memory_for(what: str) -> Iterator[None]:
 
 #: How a line about what has no place in the state ends; and of so many names it is told beside other problems.
 _NOT_IN_STATE, _UNEXPECTED = ": in the checkpoint, not in the state", 10
+_SOME = 3  # names that tell what the others are like
 
 
 class Attempt:
@@ -162,13 +163,16 @@ class Attempt:
                 blobs.setdefault(self._group.rank, [])
             wanted = len(self._target.tensors) + len(self._target.values) + len(self._target.per_rank)
             given = [self._keys is not None, self._mapping is not None]
-            return json.dumps([wanted, self._unused(), *given]).encode()
+            met, unmet = bool(self._target.tensors), self._target.unmet[: _SOME + 1]
+            return json.dumps([wanted, self._unused(), met, unmet, *given]).encode()
 
         told = [json.loads(said) for said in self._group.vote(what, match)]
         # Keys and mappings are a rank's own, as stages of a pipeline need them; that there are any concerns all.
         self._mapped = any(mapped for *_, mapped in told)
         if any(keyed for *_, keyed, _ in told) and not any(wanted for wanted, *_ in told):
             raise LayoutError(f"keys={self._keys!r}: nothing in {self._what} that the state has matches")
+        met = any(met for _, _, met, *_ in told)
+        self._unmet: list[str] = [] if met else next((unmet for _, _, _, unmet, *_ in told if unmet), [])
         unused = [unused for _, unused, *_ in told]
         unexpected = {
             name
@@ -314,6 +318,17 @@ class Attempt:
     def untouched(self) -> list[str]:
         """Names of leaves that stayed as they were."""
         return self._target.untouched
+
+    def unmet(self) -> str:
+        """What to tell, by one rank, if the state has tensors and the checkpoint has, but none of the same name; else empty."""
+        saved = self._contents.saved.tensors
+        if not self._unmet or not saved or self._group.rank:
+            return ""
+        return (
+            f"{self._what} has none of the state's tensors, and strict=False left them all as they are: the state has "
+            f"{_some(self._unmet)}, the checkpoint {_some(list(islice(saved, _SOME + 1)))}. Pass the state nested as it was "
+            "saved, or a mapping= of the names"
+        )
 
     def _place(self, box: Box, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> Destination:
         found = destination(box, tensor, name=name)
@@ -526,6 +541,10 @@ def _arrived(place: Destination) -> bool:
     assert place.target is not None
     found = host(place.target).reshape(-1).view(torch.uint8)
     return torch.equal(found, place.memory.to(place.target.dtype).contiguous().reshape(-1).view(torch.uint8))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*map(readable, names[:_SOME]), *(["…"] if len(names) > _SOME else [])])
 
 
 def parted(parts: Sequence[Part], numbers: Mapping[str, int], places: Sequence[Destination]) -> list[Wanted]:

@@ -60,7 +60,8 @@ class LoadInfo:
         sources: where the bytes came from, ``{tier: bytes read by this rank}``.
         skipped: checkpoints that were to come first, and why they could not be used.
         ignored: names in the checkpoint for which the state has no place (``strict=False``).
-        untouched: leaves of one rank each (``PerRank``) that were left alone since the world has another size.
+        untouched: leaves that were left alone: the checkpoint lacks them (``strict=False``), or they are of one rank each
+            (``PerRank``) and the world has another size.
         seconds: how long it took.
     """
 
@@ -161,6 +162,9 @@ def load(
                 continue
             attempt.finish()
             passed.warn(place)
+            unmet = attempt.unmet()
+            if unmet:
+                warn(unmet)
             return LoadInfo(
                 step=ref.step,
                 generation=ref.generation,

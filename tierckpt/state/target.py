@@ -13,7 +13,7 @@ from tierckpt.state import live, mapped
 from tierckpt.state.live import Leaf
 from tierckpt.state.mapping import Mapping as NameMapping
 from tierckpt.state.marks import LiveTensor, rebuild
-from tierckpt.state.matching import Matcher, call_load_state_dict, misfits, replace_root
+from tierckpt.state.matching import Matcher, call_load_state_dict, leaves, misfits, replace_root
 from tierckpt.state.naming import readable
 from tierckpt.state.nodes import SavedNode
 from tierckpt.state.rng import Generators
@@ -57,6 +57,8 @@ class Target:
         names of leaves of the state of which the checkpoint has nothing; among the problems.
     ``untouched``
         names of leaves of the state that stay as they are although ``keys`` includes them.
+    ``unmet``
+        those of them that are tensors, if no tensor is filled.
 
     ``keys`` are globs on the dotted names; leaves that match none stay as they are. ``strict=False`` ignores
     keys that are missing or unexpected. ``cast`` accepts other dtypes of tensors; whoever fills them
@@ -120,6 +122,13 @@ class Target:
         return self._matcher.untouched
 
     @property
+    def unmet(self) -> list[str]:
+        if self.tensors or not self.untouched:
+            return []
+        untouched = set(self.untouched)
+        return [leaf.name for leaf in leaves(self._root) if leaf.kind in ("tensor", "array") and leaf.name in untouched]
+
+    @property
     def lacking(self) -> list[str]:
         return self._matcher.lacking
 
@@ -129,10 +138,10 @@ class Target:
         lacking = self.lacking
         if not lacking or self.tensors or self.values or len(self.problems) > len(lacking):
             return []
-        leaves = {name for name, node in self.view.nodes.items() if not node.children and _is_leaf(node.kind)}
+        there = {name for name, node in self.view.nodes.items() if not node.children and _is_leaf(node.kind)}
         end = "/" + lacking[0]
-        above = [name.removesuffix(end) for name in leaves if name.endswith(end)]
-        return sorted(prefix for prefix in above if all(f"{prefix}/{name}" in leaves for name in lacking))
+        above = [name.removesuffix(end) for name in there if name.endswith(end)]
+        return sorted(prefix for prefix in above if all(f"{prefix}/{name}" in there for name in lacking))
 
     def check(self, values: Mapping[str, JSON], per_rank: Mapping[str, JSON]) -> list[str]:
         """Decode the values and compare what only they can tell; touches nothing. Returns all ``problems``.
