@@ -324,6 +324,9 @@ def test_one_tier_of_each_kind(tmp_path: Path) -> None:
     for tiers in ([Ram()], [Disk(), Disk()], [Ram(), Ram(), Disk()], []):
         with pytest.raises(StateError, match="exactly one Disk"):
             Checkpointer(tmp_path / "s", tiers=tiers)
+    for wrong, named in ((["ram"], "'ram' is a str, no tier"), ("ram", "'ram' is a str"), ([Disk(), 3], "3 is an int")):
+        with pytest.raises(StateError, match=f"{named}.*exactly one Disk"):
+            Checkpointer(tmp_path / "s", tiers=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ from tierckpt.state import stepping
 from tierckpt.state.mapping import Mapping
 from tierckpt.state.planner import Planned, Planner
 from tierckpt.stop import Stop
-from tierckpt.telling import by_rank, warn
+from tierckpt.telling import a, by_rank, warn
 from tierckpt.threads import Signal
 from tierckpt.tiers.disk import DiskPlace
 from tierckpt.tiers.trust import trusted_keys
@@ -961,9 +961,14 @@ def _is_name(run: object) -> bool:
 
 def _tiers(tiers: Sequence[Tier] | Tier | None, agent: str) -> tuple[Ram | None, Disk]:
     """The tiers, of each kind at most one; without an agent there is none of memory."""
-    given = [tiers] if isinstance(tiers, (Ram, Disk)) else list(tiers) if tiers is not None else [Ram(), Disk()]
+    given: list[Any] = [Ram(), Disk()]
+    if tiers is not None:
+        given = list(tiers) if isinstance(tiers, Iterable) and not isinstance(tiers, str) else [tiers]
     rams = [tier for tier in given if isinstance(tier, Ram)]
     disks = [tier for tier in given if isinstance(tier, Disk)]
-    if len(rams) > 1 or len(disks) != 1 or len(given) != len(rams) + 1:
-        raise StateError(f"tiers={given!r}: this version takes exactly one Disk(…), and at most one Ram(…)")
+    others = [f"{tier!r} is {a(tier)}, no tier; " for tier in given if not isinstance(tier, (Ram, Disk))]
+    if len(rams) > 1 or len(disks) != 1 or others:
+        raise StateError(
+            f"tiers={tiers!r}: {''.join(others)}this version takes exactly one Disk(…), and at most one Ram(…)"
+        )
     return (None if agent == "off" else rams[0] if rams else Ram()), disks[0]
