@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class TierckptError(Exception):
@@ -83,6 +84,21 @@ class SkippedError(TierckptError):
 
 class StepExistsError(TierckptError):
     """This generation has already saved this step."""
+
+
+def of_system(error: OSError) -> bool:
+    """Whether the operating system said it. Else a signal handler raised it, as a TimeoutError say, and it is the caller's."""
+    return error.errno is not None
+
+
+@contextlib.contextmanager
+def tolerating(*kinds: type[Exception]) -> Iterator[None]:
+    """Nothing of these kinds is raised, unless a signal handler raised it (see :func:`of_system`)."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, OSError) and not of_system(error):
+            raise
 
 
 def named_kind(name: object) -> type[TierckptError]:

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt.errors import StoreError, UntrustedError
+from tierckpt.errors import StoreError, UntrustedError, of_system
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -151,6 +151,8 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         with open(path, "rb") as file:
             return file.read(_LARGEST_FILE)
     except OSError as error:
+        if not of_system(error):
+            raise
         raise StoreError(f"{os.fspath(path)}: cannot read the key: {error.strerror}") from None
     except ValueError as error:  # NUL in the path
         raise StoreError(f"{os.fspath(path)!r}: cannot read the key: {error}") from None
@@ -172,6 +174,8 @@ def _write_new(path: str | os.PathLike[str], data: bytes, mode: int) -> None:
             temporary.unlink()
         sync_folder(final.parent)
     except OSError as error:
+        if not of_system(error):
+            raise
         raise StoreError(f"{os.fspath(path)}: cannot create the key file: {error.strerror}") from None
 
 

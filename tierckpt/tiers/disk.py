@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt import _native
-from tierckpt.errors import IntegrityError, StateError, StoreError
+from tierckpt.errors import IntegrityError, StateError, StoreError, of_system, tolerating
 from tierckpt.format import paths
 from tierckpt.telling import a
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
@@ -112,19 +112,19 @@ class DiskPlace(Place):
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise IntegrityError(f"{path}: not a regular file") from None
-            raise StoreError(f"cannot open {path}: {error.strerror}") from error
+            with self._told(name, "open"):
+                raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise IntegrityError(f"{path}: not a regular file")
         return fd
 
     def size(self, name: str) -> int | None:
-        try:
-            info = os.lstat(self._path(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise StoreError(f"cannot look at {self._path(name)}: {error.strerror}") from error
+        with self._told(name, "look at"):
+            try:
+                info = os.lstat(self._path(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
         return info.st_size if stat.S_ISREG(info.st_mode) else None
 
     def create(self, name: str, data: bytes) -> bool:
@@ -142,7 +142,7 @@ class DiskPlace(Place):
                 created = _publish(temporary, path)
             finally:
                 # One that stays is collected later; what has its name is there all the same.
-                with contextlib.suppress(OSError):
+                with tolerating(OSError):
                     os.unlink(temporary)
             _fsync_folder(folder)
         return created
@@ -171,12 +171,11 @@ class DiskPlace(Place):
         stack = [folder]
         while stack:
             here = stack.pop()
-            try:
-                entries = os.scandir(self._path(here))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise StoreError(f"cannot list {self._path(here)}: {error.strerror}") from error
+            with self._told(here, "list"):
+                try:
+                    entries = os.scandir(self._path(here))
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
             with entries:
                 for entry in entries:
                     name = f"{here}/{entry.name}" if here else entry.name
@@ -192,13 +191,12 @@ class DiskPlace(Place):
 
     def folders(self, folder: str = "") -> Iterator[str]:
         """The folders directly in ``folder``; :meth:`list` does not show empty ones."""
-        try:
-            with os.scandir(self._path(folder)) as entries:
-                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise StoreError(f"cannot list {self._path(folder)}: {error.strerror}") from error
+        with self._told(folder, "list"):
+            try:
+                with os.scandir(self._path(folder)) as entries:
+                    names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            except (FileNotFoundError, NotADirectoryError):
+                return
         yield from (f"{folder}/{name}" if folder else name for name in names)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -214,17 +212,16 @@ class DiskPlace(Place):
                 folders.add(name)
         for folder in sorted(folders, key=len, reverse=True):
             self._durable.discard(self._path(folder))
-            try:
-                os.rmdir(self._path(folder))
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
-                    raise StoreError(f"cannot remove {self._path(folder)}: {error.strerror}") from error
+            with self._told(folder, "remove"):
+                try:
+                    os.rmdir(self._path(folder))
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
+                        raise
 
     def free(self) -> int | None:
-        try:
+        with self._told("", "look at"):
             info = os.statvfs(self.url)
-        except OSError as error:
-            raise StoreError(f"cannot look at {self.url}: {error.strerror}") from error
         return info.f_bavail * info.f_frsize
 
     def _make_folder(self, path: str) -> None:
@@ -247,20 +244,24 @@ class DiskPlace(Place):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o777)
         except OSError as error:
+            if not of_system(error):
+                raise
             raise StoreError(f"cannot make the folder {path}: {error.strerror}") from error
         try:
             _fsync_folder(parent)
-        except PermissionError:  # a folder far above, that we may pass through but not read
-            if not existed:
+        except PermissionError as error:  # a folder far above, that we may pass through but not read
+            if not existed or not of_system(error):
                 raise
         self._durable.add(path)
 
     @contextlib.contextmanager
     def _told(self, name: str, verb: str) -> Iterator[None]:
-        """An OSError becomes a StoreError that names the file; the OSError is its cause."""
+        """An OSError of the system becomes a StoreError that names the file; the OSError is its cause."""
         try:
             yield
         except OSError as error:
+            if not of_system(error):
+                raise
             reason = error.strerror or str(error)
             raise StoreError(f"cannot {verb} {self._path(name)}: {reason}") from error
 
@@ -273,7 +274,7 @@ class _DiskReader(Reader):
         cached = _native.cached(fd, 0, size) if size >= ALIGNMENT else None
         # Reading a file that is not cached through the page cache costs a second copy and evicts what others need.
         if cached is not None and cached < 0.5:
-            with contextlib.suppress(OSError):
+            with tolerating(OSError):
                 folder, base = os.path.split(place._path(name))
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
@@ -324,7 +325,7 @@ class _DiskWriter(Writer):
             path = self._place._path(self.name)
             # The answer to a link that was made may get lost, and the question be asked again (NFS).
             if _publish(self._temporary, path) or os.path.samestat(os.lstat(self._temporary), os.lstat(path)):
-                with contextlib.suppress(OSError):  # it has its name; where there are no links it has no other
+                with tolerating(OSError):  # it has its name; where there are no links it has no other
                     os.unlink(self._temporary)
             else:
                 # Another process has finished the same file: there is a whole one at any time.
@@ -334,7 +335,7 @@ class _DiskWriter(Writer):
     def abort(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):  # tells of a write that failed; the file goes anyway
+            with tolerating(OSError):  # tells of a write that failed; the file goes anyway
                 os.close(fd)
         self._place.remove([os.path.join(os.path.dirname(self.name), os.path.basename(self._temporary))])
 

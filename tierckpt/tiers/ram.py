@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tierckpt import _native
-from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.errors import IntegrityError, StoreError, of_system
 from tierckpt.tiers.base import FileInfo, Place, Reader, Writer
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class _RamReader(Reader):
             # The slot may be larger than the shard.
             return _native.read_at(self._descriptor, view[: max(0, self.size - offset)], offset)
         except OSError as error:
+            if not of_system(error):
+                raise
             raise StoreError(f"cannot read {self._url}/{self.name}: {error.strerror}") from error
 
     def close(self) -> None:

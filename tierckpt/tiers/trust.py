@@ -9,7 +9,6 @@ A run has a key. Its public half is pinned, like a host's in SSH, when a chain i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt.config import config_dir
-from tierckpt.errors import StateError, StoreError, TierckptError, UntrustedError
+from tierckpt.errors import StateError, StoreError, TierckptError, UntrustedError, of_system, tolerating
 from tierckpt.format import paths
 from tierckpt.format.chain import Chain, LinkSummary
 from tierckpt.format.keys import SigningKey, read_public, sync_folder
@@ -56,6 +55,8 @@ def signing_key(run: str, given: str | os.PathLike[str] | SigningKey | None) -> 
         for folder in (own.parent.parent, own.parent.parent.parent):
             sync_folder(folder)
     except (OSError, StoreError) as error:
+        if isinstance(error, OSError) and not of_system(error):
+            raise
         if os.path.exists(own):  # another process of this user was first
             return SigningKey.load(own)
         warn(
@@ -75,7 +76,7 @@ def held_keys(run: str, given: str | os.PathLike[str] | SigningKey | None) -> fr
     paths.append(config_dir() / "keys" / f"{run}.pem")
     for path in paths:
         if path and os.path.exists(path):
-            with contextlib.suppress(TierckptError, OSError):
+            with tolerating(TierckptError, OSError):
                 held.add(SigningKey.load(path).public)
     return frozenset(held)
 
@@ -110,8 +111,10 @@ class Pins:
         pins = cls((folder or config_dir()) / "known" / f"{run}.json")
         try:
             data = pins.path.read_bytes()
-        except OSError:  # never seen, or a home that cannot be read: nothing is pinned
-            return pins
+        except OSError as error:
+            if not of_system(error):
+                raise
+            return pins  # never seen, or a home that cannot be read: nothing is pinned
         try:
             known = json.loads(data)
             pins.keys = [str(key) for key in known["keys"]]
@@ -137,9 +140,11 @@ class Pins:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
+        except OSError as error:
+            with tolerating(OSError):
                 temporary.unlink()
+            if not of_system(error):
+                raise
             return False
         return True
 
@@ -156,7 +161,7 @@ def _forget_temporary(known: Path) -> None:
     """
     names = [entry.name for entry in os.scandir(known) if entry.name.endswith(".json")]
     for name in random.sample(names, min(_LOOKED_AT, len(names))):
-        with contextlib.suppress(OSError, TierckptError):
+        with tolerating(OSError, TierckptError):
             pins = Pins.load(name.removesuffix(".json"), known.parent)
             if pins.heads and all(_is_temporary(root) and not os.path.lexists(root) for root in pins.heads):
                 pins.path.unlink(missing_ok=True)
@@ -169,7 +174,7 @@ def _temporary_folders() -> list[str]:
 def _is_temporary(root: str) -> bool:
     """Whether it lies in a folder for temporary files in which nobody can remove what is another's."""
     for folder in _temporary_folders():
-        with contextlib.suppress(OSError):
+        with tolerating(OSError):
             sticky = os.stat(folder).st_mode & stat.S_ISVTX
             if sticky and root.startswith(folder.rstrip("/") + "/"):
                 return True
