@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import stat
 import threading
@@ -15,8 +16,10 @@ import pytest
 
 from tests.conformance.place import PlaceConformance, names, pattern, write
 from tests.harness import run_ranks
+from tests.interrupts import interrupted
 from tierckpt import _native
 from tierckpt.errors import IntegrityError, StoreError
+from tierckpt.tiers import disk
 from tierckpt.tiers.disk import DiskPlace
 
 
@@ -287,3 +290,34 @@ def test_a_file_that_is_exchanged_while_it_is_opened_is_not_read_by_halves(
         block = _native.Buffer(8192)
         assert reader.read_into(0, block) == 8192
         assert bytes(memoryview(block)) == b"1" * 8192
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("work", ["read", "open", "create", "writer"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_interrupt_leaves_no_descriptor_open(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch, work: str, direct: bool
+) -> None:
+    if direct:
+        monkeypatch.setattr(_native, "cached", lambda *_: 0.0)
+    place.create("name", bytes(8192))
+
+    def use() -> None:
+        if work == "read":
+            place.read("name", 8192)
+        elif work == "open":
+            with place.open("name") as reader:
+                reader.read_into(0, bytearray(8192))
+        elif work == "create":
+            place.create("folder/name", b"x")
+        else:
+            place.writer("other", 8192).commit()
+
+    number, before = 0, len(os.listdir("/proc/self/fd"))
+    while where := interrupted(number := number + 1, {disk.__file__}, use):
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before, where
+    assert number > 10

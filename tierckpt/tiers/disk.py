@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,27 +89,25 @@ class DiskPlace(Place):
         return "; ".join(found)
 
     def read(self, name: str, limit: int) -> bytes:
-        fd = self._open_regular(name)
-        try:
+        with self._open_regular(name) as file:
+            fd = file.fileno()
             size = os.fstat(fd).st_size
             if size > limit:
                 raise IntegrityError(f"{self._path(name)}: {size} bytes, but such a file has at most {limit}")
             with self._told(name, "read"):
                 data = bytearray(size)
                 got = _native.read_at(fd, data, 0) if size else 0
-            return bytes(data[:got])
-        finally:
-            os.close(fd)
+        return bytes(data[:got])
 
     def open(self, name: str) -> Reader:
-        fd = self._open_regular(name)
-        return _DiskReader(self, name, fd, os.fstat(fd).st_size)
+        file = self._open_regular(name)
+        return _DiskReader(self, name, file, os.fstat(file.fileno()).st_size)
 
-    def _open_regular(self, name: str) -> int:
+    def _open_regular(self, name: str) -> io.FileIO:
         # O_NONBLOCK: a fifo put in the place of a file must not hang the reader.
         path = self._path(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return _held(path, map(os.open, [path], [os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK]))
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, "no such file in the store", path) from None
         except OSError as error:
@@ -114,10 +115,6 @@ class DiskPlace(Place):
                 raise IntegrityError(f"{path}: not a regular file") from None
             with self._told(name, "open"):
                 raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise IntegrityError(f"{path}: not a regular file")
-        return fd
 
     def size(self, name: str) -> int | None:
         with self._told(name, "look at"):
@@ -132,13 +129,12 @@ class DiskPlace(Place):
         folder, temporary = os.path.dirname(path), _temporary(path)
         with self._told(name, "write"):
             self._make_folder(folder)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            file = _held(temporary, map(os.open, [temporary], [flags], [0o666]))
             try:
-                try:
-                    _native.write_at(fd, data, 0)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                with file:
+                    _native.write_at(file.fileno(), data, 0)
+                    os.fsync(file.fileno())
                 created = _publish(temporary, path)
             finally:
                 # One that stays is collected later; what has its name is there all the same.
@@ -148,20 +144,16 @@ class DiskPlace(Place):
         return created
 
     def writer(self, name: str, size: int) -> Writer:
-        folder, base = os.path.split(_temporary(self._path(name)))
+        temporary = _temporary(self._path(name))
         with self._told(name, "write"):
-            self._make_folder(folder)
-            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fd, direct = _native.open_direct(folder_fd, base, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            finally:
-                os.close(folder_fd)
-        writer = _DiskWriter(self, name, f"{folder}/{base}", fd, size, ALIGNMENT if direct else 1)
+            self._make_folder(os.path.dirname(temporary))
+            file, direct = _open_direct(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        writer = _DiskWriter(self, name, temporary, file, size, ALIGNMENT if direct else 1)
         try:
             # Writes that make a file longer exclude each other (the kernel holds the inode's lock over the whole of
             # each), so that nothing is under way at the disk between one and the next. And a full disk tells at once.
             with self._told(name, "write"):
-                _native.reserve(fd, -(-size // ALIGNMENT) * ALIGNMENT)
+                _native.reserve(file.fileno(), -(-size // ALIGNMENT) * ALIGNMENT)
         except BaseException:
             writer.abort()
             raise
@@ -267,25 +259,21 @@ class DiskPlace(Place):
 
 
 class _DiskReader(Reader):
-    def __init__(self, place: DiskPlace, name: str, fd: int, size: int) -> None:
+    def __init__(self, place: DiskPlace, name: str, file: io.FileIO, size: int) -> None:
         self.name, self.size = name, size
-        self._place, self._fd = place, fd
+        self._place, self._file, self._fd = place, file, (fd := file.fileno())
+        self._direct_file: io.FileIO | None = None
         self._direct: int | None = None
         cached = _native.cached(fd, 0, size) if size >= ALIGNMENT else None
         # Reading a file that is not cached through the page cache costs a second copy and evicts what others need.
         if cached is not None and cached < 0.5:
-            with tolerating(OSError):
-                folder, base = os.path.split(place._path(name))
-                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    direct_fd, direct = _native.open_direct(folder_fd, base, os.O_RDONLY | os.O_NOFOLLOW)
-                finally:
-                    os.close(folder_fd)
-                if direct and os.path.sameopenfile(direct_fd, fd):
-                    self._direct = direct_fd
+            with tolerating(OSError, IntegrityError):
+                file, direct = _open_direct(place._path(name), os.O_RDONLY | os.O_NOFOLLOW)
+                if direct and os.path.sameopenfile(file.fileno(), fd):
+                    self._direct_file, self._direct = file, file.fileno()
                     self.waits = True
                 else:
-                    os.close(direct_fd)
+                    file.close()
 
     def read_into(self, offset: int, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")
@@ -299,18 +287,17 @@ class _DiskReader(Reader):
             return _native.read_at(self._fd, view, offset)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            if self._direct is not None:
-                os.close(self._direct)
-                self._direct = None
+        self._fd, self._direct = -1, None
+        self._file.close()
+        if self._direct_file is not None:
+            self._direct_file.close()
 
 
 class _DiskWriter(Writer):
-    def __init__(self, place: DiskPlace, name: str, temporary: str, fd: int, size: int, alignment: int) -> None:
+    def __init__(self, place: DiskPlace, name: str, temporary: str, file: io.FileIO, size: int, alignment: int) -> None:
         self.name, self.alignment = name, alignment
-        self._place, self._temporary, self._fd, self._size = place, temporary, fd, size
+        self._place, self._temporary, self._size = place, temporary, size
+        self._file, self._fd = file, file.fileno()
 
     def write(self, offset: int, buffer: Buffer) -> None:
         with self._place._told(self.name, "write"):
@@ -320,8 +307,8 @@ class _DiskWriter(Writer):
         with self._place._told(self.name, "write"):
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            self._fd = -1
+            self._file.close()
             path = self._place._path(self.name)
             # The answer to a link that was made may get lost, and the question be asked again (NFS).
             if _publish(self._temporary, path) or os.path.samestat(os.lstat(self._temporary), os.lstat(path)):
@@ -333,10 +320,9 @@ class _DiskWriter(Writer):
             _fsync_folder(os.path.dirname(path))
 
     def abort(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            with tolerating(OSError):  # tells of a write that failed; the file goes anyway
-                os.close(fd)
+        self._fd = -1
+        with tolerating(OSError):  # tells of a write that failed; the file goes anyway
+            self._file.close()
         self._place.remove([os.path.join(os.path.dirname(self.name), os.path.basename(self._temporary))])
 
 
@@ -345,15 +331,42 @@ def _temporary(path: str) -> str:
     return f"{folder}/.{base}.{secrets.token_hex(8)}.tmp"
 
 
-def _fsync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _held(path: str, opening: Iterator[int]) -> io.FileIO:
+    """A regular file as it is opened. It closes itself when it is dropped, also where a signal handler raises.
+
+    Raises:
+        IntegrityError: it is no regular file.
+    """
+    opened: list[int] = []
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EROFS):  # file systems that have no such operation
-            raise
+        # Between what iterators like map() do Python lets no signal in: a descriptor is always in somebody's hands.
+        opened.extend(opening)
+        if not stat.S_ISREG(os.fstat(opened[0]).st_mode):
+            raise IntegrityError(f"{path}: not a regular file")
+        return next(map(io.FileIO, map(opened.pop, [0])))
     finally:
-        os.close(fd)
+        for fd in opened:
+            os.close(fd)
+
+
+def _open_direct(path: str, flags: int) -> tuple[io.FileIO, bool]:
+    """The file, and whether it is read or written past the page cache."""
+    file = _held(path, map(itemgetter(0), map(_native.open_direct, [_AT_FDCWD], [path], [flags], [0o666])))
+    return file, bool(fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _fsync_folder(path: str) -> None:
+    opened: list[int] = []
+    try:
+        opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC]))  # see _held
+        try:
+            os.fsync(opened[0])
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EROFS):  # file systems that have no such operation
+                raise
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def _publish(temporary: str, path: str) -> bool:
