@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 from tests.agents import end_all, gone, kill, status, statuses, until
 from tests.forking import forked
+from tests.interrupts import interrupted
 from tierckpt import _native, config
+from tierckpt.agent import client as client_module
 from tierckpt.agent.client import Client, Joining
 from tierckpt.agent.protocol import FRAME_LIMIT, Channel, document
 from tierckpt.agent.runtime import Home, homes, runtime_folder
@@ -714,3 +717,18 @@ def test_a_fork_keeps_no_connection_that_is_just_being_made(client: Client) -> N
     assert forked(look) == 0
     assert channel.sock.fileno() >= 0
     channel.close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_interrupted_request_leaves_no_connection(client: Client) -> None:
+    """It is closed, also where nobody has it in hand."""
+
+    def ask() -> None:
+        client.request("settled", step=1, durable=True)
+
+    ask()
+    number, before = 0, len(os.listdir("/proc/self/fd"))
+    while where := interrupted(number := number + 1, {client_module.__file__}, ask):
+        gc.collect()
+        assert not client._busy and len(os.listdir("/proc/self/fd")) <= before, where
+    assert number > 10

@@ -73,7 +73,8 @@ class Client:
         #: The port on which it serves figures, 0: none.
         self.metrics = 0
         self._idle: list[Channel] = []
-        self._busy: set[Channel] = set()
+        #: Weak: one that an interrupt loses on its way closes itself.
+        self._busy: weakref.WeakSet[Channel] = weakref.WeakSet()
         #: The first connection to this agent as a trainer, never used to ask: an interrupted request closes the one that it was
         #: made on, and where that was the last the agent would take this process for dead and its slots from the other saves.
         self._life: Channel | None = None
@@ -393,7 +394,7 @@ class Client:
         self._closed.set()
         with self._lock:
             channels, self._idle = [*self._idle, *self._busy], []
-            self._busy = set()
+            self._busy = weakref.WeakSet()
             if self._life is not None:
                 channels.append(self._life)
                 self._life = None
@@ -490,7 +491,7 @@ def _forked() -> None:
     for channel in list(_channels):
         channel.close()
     for client in list(_clients):
-        client._idle, client._busy, client._life = [], set(), None
+        client._idle, client._busy, client._life = [], weakref.WeakSet(), None
         client.silent = False
         client._lock = threading.Lock()
 
