@@ -286,9 +286,12 @@ def test_check_says_what_differs() -> None:
 
 def test_many_pieces_are_fast() -> None:
     pieces: list[Piece] = [(f"model/layers.{i}.weight", -1, "bfloat16", (16, 4)) for i in range(20_000)]
-    start = time.process_time()
-    header = build(pieces)
-    built = time.process_time()
-    shard.parse(header.data, name="x", size=header.size)
-    assert built - start < 0.5  # about 0.05 s
-    assert time.process_time() - built < 0.5  # about 0.07 s
+    took = []
+    for _ in range(3):  # the collector may come in between, which takes longer
+        start = time.process_time()
+        header = build(pieces)
+        built = time.process_time()
+        shard.parse(header.data, name="x", size=header.size)
+        took.append((built - start, time.process_time() - built))
+    assert min(build for build, _ in took) < 0.5  # about 0.05 s
+    assert min(parse for _, parse in took) < 0.5  # about 0.07 s

@@ -377,6 +377,26 @@ def test_structures_that_change_and_change_back_lose_no_save(tmp_path: Path, age
     assert run_ranks(_flipping, 3, str(tmp_path / "s"), agent, seed) == [list(range(_FLIPS))] * 3
 
 
+def _left_with_nothing(rank: int, root: str, agent: str) -> list[int]:
+    """Rank 1 lets go of all that only it has: by itself it stages what rank 0 is then found to write."""
+    state: dict[str, Any] = {"w": torch.arange(100.0), "n": 0}
+    if rank == 1:
+        state["own"] = torch.ones(5)
+    with Checkpointer(root, agent=agent) as ckpt:
+        ckpt.save(0, state).wait()
+        state.pop("own", None)
+        for step in range(1, 5):
+            state["n"] = step
+            ckpt.save(step, state).wait()
+    assert all(tierckpt.read(root, step=step)["n"] == step for step in range(5))
+    return tierckpt.steps(root)
+
+
+@pytest.mark.parametrize("agent", ["off", "auto"])
+def test_a_rank_that_has_staged_what_others_write_saves_nothing_in_its_slot(tmp_path: Path, agent: str) -> None:
+    assert run_ranks(_left_with_nothing, 2, str(tmp_path / "s"), agent) == [list(range(5))] * 2
+
+
 def _outgrown(rank: int, root: str) -> list[int]:
     """The large values of all ranks were rank 0's to write, until it alone had others."""
     state: dict[str, Any] = {"w": torch.arange(100.0), "v": torch.arange(70.0), "text": "x" * 1_000_000, "n": 0}

@@ -238,7 +238,7 @@ class Coordinator:
         if free is not None and free < size + FREE_MARGIN:
             raise StoreError(
                 f"{self.place.url}: no space for step {step}: it needs {size:,} bytes and {FREE_MARGIN:,} that stay free, "
-                f"{free:,} are free"
+                f"{free:,} are free: free some, keep fewer (Disk(keep=…)), or run tierckpt prune --keep N"
             ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place.url)
 
     def _is_short_of(self, size: int) -> bool:

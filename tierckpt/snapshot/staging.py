@@ -204,6 +204,10 @@ class Staging:
             if cut is not None and self._memory is not None and self._memory.seals:
                 # Whoever holds sealed shards holds them as they are to be written.
                 self._source = source = self._put_back(cut)
+            elif cut is None and self._slot is not None:
+                # Others write all that it has staged.
+                slot, self._slot, self._source = self._slot, None, None
+                slot.release()
             made.append(self._shard(plan, source))
             return b""
 
