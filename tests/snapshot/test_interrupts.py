@@ -32,6 +32,8 @@ ASKING = (client, protocol, ram, remote, staging)
 PLANNING = (checkpointer, planner, recall, stepping)
 BEGINNING = (checkpointer, coordinator, roots, settle, store, trust, ram, sealing, planner)
 RESTORING = (*BEGINNING, attempt, choice, load)
+#: Seconds for which ranks wait for each other; what takes nearly as long has waited for that.
+TIMEOUT = 60
 
 
 class _Interrupt:
@@ -150,7 +152,7 @@ def test_an_interrupted_save_has_ended(tmp_path: Path, agent: str) -> None:
 
 def _goes_on(root: str, agent: str, restores: bool, number: int, rank: int = 0, *, hits: bool = True) -> str:
     """Interrupted at the ``number``-th line of the first save, or of restore(), a rank saves on. Where it was interrupted."""
-    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=20) as ckpt:
+    with Checkpointer(root, tiers=[Ram(), Disk()], agent=agent, timeout=TIMEOUT) as ckpt:
         hit = _Interrupt(number, RESTORING if restores else BEGINNING)
         before = sys.gettrace()
         try:
@@ -262,7 +264,7 @@ def _first_is_interrupted(rank: int, root: str, every: int | str, number: int) -
     """Rank 0, at the ``number``-th line of its first save; whatever it saves afterwards is not due by then."""
     group.ANSWER_SECONDS = 0.1
     hit, before = _Interrupt(number, [checkpointer]), sys.gettrace()
-    with Checkpointer(root, tiers=Disk(every=every), agent="off", timeout=20) as ckpt:
+    with Checkpointer(root, tiers=Disk(every=every), agent="off", timeout=TIMEOUT) as ckpt:
         for step in range(4):
             try:
                 if rank == 0 and step == 0:
@@ -286,7 +288,9 @@ def test_nobody_waits_at_the_start_for_whose_first_save_was_interrupted(tmp_path
     for number in range(2, 60, 6):
         (tmp_path / str(number)).mkdir()
         os.mkfifo(tmp_path / str(number) / "others")
-        told = run_ranks(_first_is_interrupted, 2, str(tmp_path / str(number) / "s"), every, number, timeout=15)
+        told = run_ranks(
+            _first_is_interrupted, 2, str(tmp_path / str(number) / "s"), every, number, timeout=TIMEOUT - 10
+        )
         assert told[0]
 
 
@@ -299,6 +303,6 @@ def test_no_rank_waits_for_one_that_was_interrupted_there(tmp_path: Path, agent:
         for who in ([0], [1], [0, 1]):
             root = tmp_path / f"s{number}{who}"
             # Whoever waits for a time-out does not return in time.
-            run_ranks(_some_are_interrupted, 2, str(root), agent, restores, number, who, timeout=18)
+            run_ranks(_some_are_interrupted, 2, str(root), agent, restores, number, who, timeout=TIMEOUT - 10)
             if root.exists():
                 _is_whole(root)
