@@ -417,7 +417,7 @@ def _replicas(rank: int, root: str) -> list[list[str]]:
 
 def test_replicas_on_gpus_are_compared(tmp_path: Path) -> None:
     for told in run_ranks(_replicas, 2, str(tmp_path / "s")):
-        assert told == [[], ["own: ranks 0 | 1 hold different replicas; saves take that of rank 1"], []]
+        assert told == [[], ["own: ranks 0 | 1 hold different replicas; saves take that of rank 0"], []]
 
 
 def _settles(rank: int, root: str) -> bool:
