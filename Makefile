@@ -22,7 +22,7 @@ CLEAN_VENV := build/clean-venv
 
 help:
 	@echo "make demo        train, kill, restore from RAM, compare, reshard, verify: what this is for, in minutes"
-	@echo "make test        the tests (no root, about 7 minutes on 2 cores)"
+	@echo "make test        the tests (no root, 7 to 10 minutes on 2 cores)"
 	@echo "make check       ruff, mypy --strict, clang-format"
 	@echo "make acceptance  the tests that need root, real servers or minutes"
 	@echo "make bench       the figures"
