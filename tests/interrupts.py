@@ -25,12 +25,13 @@ def interrupted(
     *,
     kind: type[BaseException] = KeyboardInterrupt,
     first: Callable[[], None] | None = None,
+    anywhere: bool = False,
 ) -> str:
     """Do ``work``, but for a ``kind`` at the ``number``-th such moment in this thread and functions of ``files``.
 
-    Where that was; empty if there are fewer. ``first`` is called there.
+    Where that was; empty if there are fewer. ``first`` is called there. With ``anywhere`` every instruction is one.
     """
-    trace = _Trace(number, files, kind, first)
+    trace = _Trace(number, files, kind, first, anywhere)
     before = sys.gettrace()
     try:
         sys.settrace(trace)
@@ -45,10 +46,15 @@ def interrupted(
 
 class _Trace:
     def __init__(
-        self, number: int, files: Collection[str], kind: type[BaseException], first: Callable[[], None] | None
+        self,
+        number: int,
+        files: Collection[str],
+        kind: type[BaseException],
+        first: Callable[[], None] | None,
+        anywhere: bool,
     ) -> None:
         self.left, self.where = number, ""
-        self._files, self._kind, self._first = files, kind, first
+        self._files, self._kind, self._first, self._anywhere = files, kind, first, anywhere
         # Where each frame was.
         self._last: dict[FrameType, int] = {}
 
@@ -57,7 +63,7 @@ class _Trace:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            if self._is_moment(frame):
+            if self._anywhere or self._is_moment(frame):
                 self.left -= 1
                 if self.left == 0:
                     self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

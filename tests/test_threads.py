@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-from types import FrameType
-from typing import Any
 
 import pytest
 
+from tests.interrupts import interrupted
 from tierckpt import Handle, threads
 from tierckpt.agent import handle as handles
 from tierckpt.threads import Serial, Signal, Worker
@@ -62,22 +60,10 @@ def test_a_signal_wakes_all_who_wait_and_those_who_come_later() -> None:
 @pytest.mark.parametrize("wait", ["signal", "handle", "worker"])
 def test_interrupts_of_who_waits_never_stop_who_tells(wait: str) -> None:
     """At every instruction of the wait: the other thread must get through, and so must a second wait."""
-    interrupted = 0
     for number in range(1, 200):
         signal_, handle = Signal(), Handle(1, ("disk",), ("disk",))
         worker = Worker(lambda: None, "worker")
         waits = {"signal": signal_.wait, "handle": handle.wait, "worker": worker.finish}[wait]
-        left = number
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal left
-            frame.f_trace_opcodes = True
-            if event == "opcode" and frame.f_code.co_filename in FILES:
-                left -= 1
-                if left == 0:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
 
         def tell(signal_: Signal = signal_, handle: Handle = handle) -> None:
             signal_.set()
@@ -87,21 +73,13 @@ def test_interrupts_of_who_waits_never_stop_who_tells(wait: str) -> None:
         teller.start()
         if wait == "worker":
             worker.start()
-        before = sys.gettrace()
-        try:
-            sys.settrace(trace)
-            waits()
-            sys.settrace(before)
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(before)
+        where = interrupted(number, FILES, waits, anywhere=True)
         teller.join(20)
         assert not teller.is_alive(), number
         waits()
-        if left > 0:
+        if not where:
             break
-    assert interrupted > 10
+    assert number > 11
 
 
 def test_interrupts_of_who_puts_never_make_two_take() -> None:
@@ -109,7 +87,6 @@ def test_interrupts_of_who_puts_never_make_two_take() -> None:
 
     Not in the interpreter's own start of a thread, whose locks are taken in one instruction.
     """
-    interrupted = 0
     for number in range(1, 2000):
         taken: list[int] = []
         by: set[int] = set()
@@ -119,35 +96,16 @@ def test_interrupts_of_who_puts_never_make_two_take() -> None:
             taken.append(item)
 
         serial: Serial[int] = Serial(take, "serial")
-        left = number
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal left
-            frame.f_trace_opcodes = True
-            if event == "opcode" and frame.f_code.co_filename == threads.__file__:
-                left -= 1
-                if left == 0:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        try:
-            sys.settrace(trace)
-            serial.put(1)
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(before)
+        where = interrupted(number, {threads.__file__}, lambda serial=serial: serial.put(1), anywhere=True)
         serial.put(2)
         serial.put(3)
         serial.close()
         assert taken in ([1, 2, 3], [2, 3]) and len(by) == 1, number
         assert not serial.is_alive
         serial.close()
-        if left > 0:
+        if not where:
             break
-    assert interrupted > 10 and left > 0
+    assert number > 11 and not where
 
 
 def test_an_interrupt_when_the_thread_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:

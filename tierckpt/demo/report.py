@@ -287,6 +287,8 @@ def _kill_in_save(job: subprocess.Popen[bytes], space: Path, log: Path, rank: in
             pid = int((log / f"pid-0-{rank}").read_text())
             os.kill(pid, signal.SIGSTOP)
             while not _stopped(pid):
+                if time.monotonic() > deadline:  # it has ended, and nobody has asked how
+                    return None
                 time.sleep(0.0001)
             # What it had told the agent before it was stopped counts.
             time.sleep(LOOK_AGAIN)
